@@ -463,13 +463,7 @@ static amp_result open_data(run *r) {
     int64_t i;
     sets[0] = &r->texts; sets[1] = &r->valid;
     r->labels.numbers = 1;
-    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
-    else {
-        snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->training.out);
-        EX_TRY(ex_folder_make(r->data));
-        if (ranks.rank == 0) EX_TRY(make_sentences(r->data));
-        EX_TRY(ranks_wait());
-    }
+    EX_TRY(training_data_path(&set->training, set->data, "/classifier/sentences.tsv", make_sentences, r->data));
     if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return flag_refuse("data", "%s", ex_because(why));
     r->crc = st_crc32c((const unsigned char *)r->texts.file, r->texts.bytes);
     if (*set->valid != 0 && text_set_read(&r->valid, &r->labels, set->valid, r->labels.numbers) != AMP_OK)
@@ -501,11 +495,8 @@ static amp_result open_tokenizer(run *r) {
                  set->init);
         if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
     }
-    if (r->vocab[0] == 0 && *set->data == 0) {
-        snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->training.out);
-        if (ranks.rank == 0) EX_TRY(make_vocabulary(r->vocab));
-        EX_TRY(ranks_wait());
-    }
+    if (r->vocab[0] == 0 && *set->data == 0)
+        EX_TRY(training_data_path(&set->training, "", "/classifier/vocab.txt", make_vocabulary, r->vocab));
     if (r->vocab[0] == 0 && set->cased)
         return flag_refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
@@ -519,10 +510,15 @@ static const model_size model_sizes[] = {
     {"tiny", 2, 2, 64}, {"mini", 4, 4, 256}, {"small", 4, 8, 512}, {"base", 12, 12, 768}, {"large", 24, 16, 1024},
 };
 
-static amp_result shape_from_flags(const run *r, encoder_config *c) {
-    const settings *set = &r->set;
+static const model_size *size_of(const settings *set) {
     const model_size *size = model_sizes;
     while (strcmp(size->name, set->model) != 0) size++;
+    return size;
+}
+
+static amp_result shape_from_flags(const run *r, encoder_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = size_of(set);
     c->layers = set->layers > 0 ? set->layers : size->layers;
     c->heads = set->heads > 0 ? set->heads : size->heads;
     c->hidden = set->hidden > 0 ? set->hidden : size->hidden;
@@ -536,24 +532,13 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     return AMP_OK;
 }
 
-/* Refuses a model of --init that contradicts the flags given. */
-static amp_result check_shape(const run *r, const encoder_config *file) {
-    static const char *const names[] = {"layers", "heads", "hidden", "intermediate"};
-    const settings *set = &r->set;
-    const model_size *size = model_sizes;
-    int i;
-    while (strcmp(size->name, set->model) != 0) size++;
-    for (i = 0; i < 4; i++) {
-        const int64_t flags[] = {set->layers, set->heads, set->hidden, set->intermediate};
-        const int64_t sizes[] = {size->layers, size->heads, size->hidden, 4 * size->hidden};
-        const int64_t theirs[] = {file->layers, file->heads, file->hidden, file->intermediate};
-        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
-        if (wanted > 0 && wanted != theirs[i])
-            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld",
-                               names[i],
-                          (long long)theirs[i]);
-    }
-    return AMP_OK;
+static amp_result check_shape(const settings *set, const encoder_config *file) {
+    const model_size *size = size_of(set);
+    const model_dimension dimensions[] = {{"layers", set->layers, size->layers, file->layers},
+                                          {"heads", set->heads, size->heads, file->heads},
+                                          {"hidden", set->hidden, size->hidden, file->hidden},
+                                          {"intermediate", set->intermediate, 4 * size->hidden, file->intermediate}};
+    return training_check_dimensions(dimensions, 4);
 }
 
 /* 1: the model's classes have names of their own. */
@@ -608,7 +593,7 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
                       (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
     if (set->seq > c->positions)
         return flag_refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
-    EX_TRY(check_shape(r, c));
+    EX_TRY(check_shape(set, c));
     EX_TRY(adopt_labels(r));
     snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     /* its head knows more labels */

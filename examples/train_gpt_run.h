@@ -157,14 +157,7 @@ static amp_result open_tokenizer(run *r) {
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
     int64_t validation, per_batch = set->batch * set->seq * ranks.world;
-    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
-    else {
-        snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->training.out);
-        EX_TRY(ex_folder_make(r->data));
-        if (ranks.rank == 0 && (*set->training.resume == 0 || access(r->data, R_OK) != 0))
-            EX_TRY(write_own_text(r->data));
-        EX_TRY(ranks_wait());
-    }
+    EX_TRY(training_data_path(&set->training, set->data, "/corpus.txt", write_own_text, r->data));
     EX_TRY(probe_data(r));
     if (*set->tokenizer != 0) EX_TRY(open_tokenizer(r));
     validation = (int64_t)(set->validation * (double)r->info.tokens);
@@ -194,10 +187,15 @@ static const model_size model_sizes[] = {
     {"llama-s", 4, 4, 128, 1024, 1},
 };
 
-static amp_result shape_from_flags(const run *r, gpt_config *c) {
-    const settings *set = &r->set;
+static const model_size *size_of(const settings *set) {
     const model_size *size = model_sizes;
     while (strcmp(size->name, set->model) != 0) size++;
+    return size;
+}
+
+static amp_result shape_from_flags(const run *r, gpt_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = size_of(set);
     c->layers = set->layers > 0 ? set->layers : size->layers;
     c->heads = set->heads > 0 ? set->heads : size->heads;
     c->channels = set->channels > 0 ? set->channels : size->channels;
@@ -246,25 +244,15 @@ static amp_result config_from_state(const run *r, const amp_state *state, gpt_co
     return gpt_read_config(described, c);
 }
 
-/* Refuses a file whose model contradicts the flags given. */
-static amp_result check_shape(const run *r, const gpt_config *file) {
-    static const char *const names[] = {"layers", "heads", "channels", "vocab"};
-    const settings *set = &r->set;
-    const model_size *size = model_sizes;
-    int i;
-    while (strcmp(size->name, set->model) != 0) size++;
-    for (i = 0; i < 4; i++) {
-        const int64_t flags[] = {set->layers, set->heads, set->channels, set->vocab};
-        const int64_t sizes[] = {size->layers, size->heads, size->channels, 0};
-        const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
-        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
-        if (flag_was_given("model") && size->llama != (file->kv_heads > 0))
-            return flag_refuse("model", "the file's model is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
-        if (wanted > 0 && wanted != theirs[i])
-            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
-                          (long long)theirs[i]);
-    }
-    return AMP_OK;
+static amp_result check_shape(const settings *set, const gpt_config *file) {
+    const model_size *size = size_of(set);
+    const model_dimension dimensions[] = {{"layers", set->layers, size->layers, file->layers},
+                                          {"heads", set->heads, size->heads, file->heads},
+                                          {"channels", set->channels, size->channels, file->channels},
+                                          {"vocab", set->vocab, 0, file->vocab}};
+    if (flag_was_given("model") && size->llama != (file->kv_heads > 0))
+        return flag_refuse("model", "the model in the file is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
+    return training_check_dimensions(dimensions, 4);
 }
 
 /* Refuses what is GPT-2's alone. */
@@ -310,7 +298,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         config = r->file.config;
         snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     } else EX_TRY(shape_from_flags(r, &config));
-    if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
+    if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(set, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
         result = flag_refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,

@@ -196,4 +196,20 @@ static inline amp_result training_flags_check(const training_settings *set) {
     return AMP_OK;
 }
 
+/* A size of the model: the value of its flag, that which --model stands for, and that of a file. */
+typedef struct model_dimension { const char *flag; int64_t given, of_model, of_file; } model_dimension;
+
+/* Refuses a file whose model contradicts the flags given. */
+static inline amp_result training_check_dimensions(const model_dimension *d, int n) {
+    int i;
+    for (i = 0; i < n; i++) {
+        int given = flag_was_given(d[i].flag);
+        int64_t wanted = given ? d[i].given : flag_was_given("model") ? d[i].of_model : 0;
+        if (wanted > 0 && wanted != d[i].of_file)
+            return flag_refuse(given ? d[i].flag : "model", "the model in the file has %s = %lld", d[i].flag,
+                               (long long)d[i].of_file);
+    }
+    return AMP_OK;
+}
+
 #endif

@@ -60,6 +60,17 @@ static inline amp_result training_open_files(const training_settings *set, const
     return ex_folder_make(metrics) == AMP_OK ? AMP_OK : flag_refuse("metrics", "%s", ex_because(why));
 }
 
+/* The path of a program's data.  given: that of a flag; if it is "", the file `name` below --out, which `make` writes
+   unless a resumed run finds it. */
+static inline amp_result training_data_path(const training_settings *set, const char *given, const char *name,
+                                            amp_result (*make)(const char *path), char path[PATH_MAX]) {
+    if (*given != 0) { snprintf(path, PATH_MAX, "%.4000s", given); return AMP_OK; }
+    snprintf(path, PATH_MAX, "%.4000s%s", set->out, name);
+    EX_TRY(ex_folder_make(path));
+    if (ranks.rank == 0 && (*set->resume == 0 || access(path, R_OK) != 0)) EX_TRY((*make)(path));
+    return ranks_wait();
+}
+
 /* ---- The loss scaler, the optimizer and the monitor */
 
 /* *scaler NULL: none, as nothing is scaled without fp16. */

@@ -139,9 +139,9 @@ echo '{}' > "$work/nothing/config.json"
 refused "not an encoder like BERT" --init "$work/nothing/model.safetensors"
 echo '{"hidden_act": "gelu",}' > "$work/nothing/config.json"
 refused "nothing/config.json: line 1: not a JSON object" --init "$work/nothing/model.safetensors"
-refused "the model of --init has layers 2" --init "$saved/model.safetensors" --layers 3
-refused "the model of --init has layers 2" --init "$saved/model.safetensors" --model base
-refused "the model of --init has heads 2" --init "$saved/model.safetensors" --heads 4
+refused "the model in the file has layers = 2" --init "$saved/model.safetensors" --layers 3
+refused "the model in the file has layers = 2" --init "$saved/model.safetensors" --model base
+refused "the model in the file has heads = 2" --init "$saved/model.safetensors" --heads 4
 cp -r "$saved" "$work/changed"
 sed 's/"hidden_act": "gelu"/"hidden_act": "gelu_new"/' "$saved/config.json" > "$work/changed/config.json"
 refused "model.safetensors was saved with hidden_act = gelu" --init "$work/changed/model.safetensors"

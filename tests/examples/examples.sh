@@ -254,8 +254,8 @@ refused "--precision" --precision fp7
 refused "fp8" --precision fp8_e4m3
 refused "fp8_scaling = tensor" --precision fp8 --fp8-scaling tensor
 refused "--heads" --heads 5 --channels 32
-refused "the file's model has heads 2" --init "$work/usual/model.safetensors" --heads 4
-refused "the file's model has channels 32" --init "$work/usual/model.safetensors" --channels 64
+refused "the model in the file has heads = 2" --init "$work/usual/model.safetensors" --heads 4
+refused "the model in the file has channels = 32" --init "$work/usual/model.safetensors" --channels 64
 refused "model.safetensors was saved with activation_function = gelu_new" --init "$work/mixed/model.safetensors"
 refused "no activation_function: .*model.safetensors was saved with \"relu\"" --init "$work/silent/model.safetensors"
 refused "no config.json beside it" --init "$work/alone/model.safetensors"
@@ -451,7 +451,7 @@ refused "a Llama has none" --model llama-s --dropout 0.1
 refused "operations and bytes, and this is a Llama" --model llama-s --profile
 refused "stream alone can have" --model llama-s --activations norm=fp32
 refused "evenly by two" --model llama-s --heads 3
-refused "the file's model is a Llama" --model d6 --init "$work/llama_fp32/model.safetensors"
+refused "the model in the file is a Llama" --model d6 --init "$work/llama_fp32/model.safetensors"
 
 # quickstart, whole; then killed after a checkpoint, and gone on from that: the same last lines.
 (build=$PWD/build; cd "$work" && "$build/quickstart" /nonexistent > quick.log 2>&1; rm -f quickstart.state
