@@ -219,21 +219,48 @@ static inline amp_result flag_parse_all(void *set) {
     return AMP_OK;
 }
 
+enum { FLAG_COLUMNS = 100, FLAG_INDENT = 21 };
+
+/* Prints words from column `indent` on, in lines of FLAG_COLUMNS that begin there. */
+static inline void flag_print_words(const char *text, int indent) {
+    int column = indent;
+    while (*text != 0) {
+        int n = (int)strcspn(text, " ");
+        if (column > indent && column + 1 + n > FLAG_COLUMNS) {
+            printf("\n%*s", indent, "");
+            column = indent;
+        } else if (column > indent) column += printf(" ");
+        column += printf("%.*s", n, text);
+        text += n;
+        text += strspn(text, " ");
+    }
+    printf("\n");
+}
+
+/* One flag: its name, what it does, its default and what is legal. */
+static inline void flag_print(const flag_row *o) {
+    char left[80], legal[128], text[600];
+    int used = snprintf(left, sizeof left, "  --%s", o->name);
+    printf("%-*s", FLAG_INDENT, left);
+    if (used >= FLAG_INDENT) printf("\n%*s", FLAG_INDENT, "");
+    flag_print_words(o->help, FLAG_INDENT);
+    if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH) return;
+    used = snprintf(text, sizeof text, "default %s", *o->initial != 0 ? o->initial : "empty");
+    if (o->type == FLAG_CHOICE) snprintf(text + used, sizeof text - (size_t)used, "; one of: %s", o->words);
+    if (o->type == FLAG_SETTING)
+        snprintf(text + used, sizeof text - (size_t)used, "; key in files of settings: %s", o->words);
+    if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER)
+        snprintf(text + used, sizeof text - (size_t)used, "; %s", flag_legal_text(o, legal, sizeof legal));
+    printf("%*s", FLAG_INDENT + 2, "");
+    flag_print_words(text, FLAG_INDENT + 2);
+}
+
 static inline void flag_print_help(void) {
     int i;
     printf("%s - %s\n\nusage: %s [--flag value ...]\n", flag_given.program, flag_given.summary, flag_given.program);
     for (i = 0; i < flag_count(); i++) {
-        const flag_row *o = flag_at(i);
-        char left[40], legal[128];
-        if (o->type == FLAG_HEADING) { printf("\n%s\n", o->name); continue; }
-        snprintf(left, sizeof left, "--%s", o->name);
-        printf("  %-18s %s\n", left, o->help);
-        if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH) continue;
-        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
-        if (o->type == FLAG_CHOICE) printf("; one of: %s", o->words);
-        if (o->type == FLAG_SETTING) printf("; in files: %s", o->words);
-        if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER) printf("; %s", flag_legal_text(o, legal, sizeof legal));
-        printf("\n");
+        if (flag_at(i)->type == FLAG_HEADING) printf("\n%s\n", flag_at(i)->name);
+        else flag_print(flag_at(i));
     }
     printf("\n%s\n", flag_given.ending);
 }
