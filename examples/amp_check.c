@@ -25,29 +25,32 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 
 static const flag_row options[] = {
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"quick", FLAG_SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "The number of CPU threads."},
+    {"quick", FLAG_SWITCH, FIELD(quick), "off", 0, 0, NULL, "Measures smaller sizes, and for a shorter time."},
     {"size", FLAG_INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
-     "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
+     "The size of the products, which are of size x size matrices. With auto, it is 1024 on a CPU and 8192 on a "
+     "GPU, or half of that with --quick."},
     {"copies", FLAG_INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
-     "MiB of fp32 values to copy; auto: the size of the last cache, at least 16; with --quick at most 64; to a "
-     "device: 64"},
+     "The MiB of fp32 values to copy. With auto, it is the size of the last cache, at least 16, and with --quick at "
+     "most 64. Copies to a device have 64 MiB."},
     {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
-     "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
+     "The number of blocks of the GPT-2 that is trained. With auto, it is 2 on a CPU and 8 on a GPU."},
     {"channels", FLAG_INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
-     "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
-    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
-    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
-    {"seconds", FLAG_NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
+     "The width of this GPT-2, whose heads have 64 channels each. With auto, it is 256 on a CPU and 1024 on a GPU."},
+    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0",
+     "The number of sequences in its batch. With auto, it is 4 on a CPU and 32 on a GPU."},
+    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0",
+     "The number of tokens in a sequence. With auto, it is 128 on a CPU and 512 on a GPU."},
+    {"seconds", FLAG_NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0",
+     "The number of seconds to train. With auto, it is 4, or 1 with --quick."},
     {"min-utilisation", FLAG_NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
-     "share of the device that training must use to pass; above 1, nothing passes"},
-    {"json", FLAG_SWITCH, FIELD(json), "off", 0, 0, NULL, "one JSON object instead of text"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+     "The share of the device that training must use to pass. If it is above 1, nothing passes."},
+    {"json", FLAG_SWITCH, FIELD(json), "off", 0, 0, NULL, "Prints one JSON object instead of text."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "amp_check", .summary = "what mixed precision can do on this machine, and whether it works",
+    .program = "amp_check", .summary = "says what mixed precision can do on this machine, and whether it works",
     .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 nothing failed, 1 a line says FAIL, 2 refused."
 };

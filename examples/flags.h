@@ -25,6 +25,10 @@ typedef struct flag_row {
     const char *words, *help;
 } flag_row;
 
+/* The help of a flag for ex_device_open. */
+static const char flag_device_help[] = "The device: cpu, cuda, or cuda:1 and so on. With auto, it is the first GPU, if "
+                                       "this build and this machine have one, and else the CPU.";
+
 /* A table, and where in the program's settings its fields begin: several programs can have the same table. */
 typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
 #define FLAG_ROWS(table) (int)(sizeof table / sizeof *table)

@@ -29,59 +29,71 @@ typedef struct training_settings {
 
 static const flag_row precision_flags[] = {
     {"level", FLAG_SETTING, TRAINING_FIELD(amp), "O1", 0, 0, "level",
-     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", FLAG_SETTING, TRAINING_FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
+     "O0 computes in fp32, O1 casts the operands of operators, O2 has 16-bit weights with fp32 master weights, and "
+     "O3 has 16-bit weights without master weights."},
+    {"policy", FLAG_SETTING, TRAINING_FIELD(amp), "fused", 0, 0, "policy", "The table of autocast: fused or torch."},
     {"config", FLAG_TEXT, TRAINING_FIELD(config), "", 0, 0, NULL,
-     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
+     "A file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf. Flags override it."},
     {"env", FLAG_SWITCH, TRAINING_FIELD(env), "off", 0, 0, NULL,
-     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
+     "Reads the same settings from environment variables such as AMP_DTYPE=bf16, which override the file."},
     {"allow-fallback", FLAG_SWITCH, TRAINING_FIELD(allow_fallback), "off", 0, 0, NULL,
-     "use the nearest precision if this machine lacks the requested one"},
-    {"device", FLAG_TEXT, TRAINING_FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_SETTING, TRAINING_FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
+     "Uses the nearest precision if this machine lacks the requested one."},
+    {"device", FLAG_TEXT, TRAINING_FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_SETTING, TRAINING_FIELD(amp), "all", 0, 0, "threads",
+     "The number of CPU threads, from 1 to 1024."},
 };
 static const flag_row optimizer_flags[] = {
     {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"moments", FLAG_SETTING, TRAINING_FIELD(amp), "fp32", 0, 0, "moments",
-     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
-    {"clip", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
-    {"accumulation", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
+     "How the two moments of the optimizer are stored: fp32, bf16 or 8bit."},
+    {"clip", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "clip_norm", "The largest gradient norm, or none."},
+    {"accumulation", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "accumulation",
+     "The number of micro-batches per step."},
 };
 static const flag_row file_flags[] = {
     {"save", FLAG_TEXT, TRAINING_FIELD(save), "", 0, 0, NULL,
-     "NAME: writes NAME.safetensors and NAME.state; empty: model in the folder of --out; none: nothing"},
+     "Saves NAME.safetensors and NAME.state. If empty, NAME is model in the folder of --out. With none, nothing is "
+     "saved."},
     {"save-interval", FLAG_INTEGER, TRAINING_FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0",
-     "steps between checkpoints"},
-    {"resume", FLAG_TEXT, TRAINING_FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
+     "The number of steps between two checkpoints."},
+    {"resume", FLAG_TEXT, TRAINING_FIELD(resume), "", 0, 0, NULL,
+     "Continues from NAME.state, with the flags that the run was started with."},
     {"stop-after", FLAG_INTEGER, TRAINING_FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
-     "save and stop after this many steps of this session; continue with --resume"},
+     "Saves and stops after this many steps of this session. Continue with --resume."},
     {"metrics", FLAG_TEXT, TRAINING_FIELD(metrics), "", 0, 0, NULL,
-     "JSON lines; empty: metrics.jsonl in the folder of --out; none: nothing"},
+     "The file for metrics, as JSON lines. If empty, it is metrics.jsonl in the folder of --out. With none, no "
+     "metrics are written."},
 };
 
 static const char training_ending[] =
-    "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 done, 1 failed, 2 refused, "
-    "75 stopped by SIGTERM or SIGUSR1, to be started again with --resume, 130 stopped by Ctrl-C.";
+    "Ctrl-C saves and stops, and so do kill and a closed terminal.\n"
+    "Exit codes: 0 done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started again with\n"
+    "--resume, 130 stopped by Ctrl-C.";
 
 /* ---- The loss scaler */
 
 static const flag_row scaler_flags[] = {
     {"Loss scaler", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"scaler", FLAG_SETTING, 0, "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
+    {"scaler", FLAG_SETTING, 0, "auto", 0, 0, "scaler",
+     "Whether there is a loss scaler: on, off, or auto, which has one with fp16."},
     {"preset", FLAG_SETTING, 0, "default", 0, 0, "scaler_preset",
-     "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
+     "Whose rule and numbers the loss scaler has: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, "
+     "metaseq, flax, keras, or amp.h's own by default."},
     {"init-scale", FLAG_SETTING, 0, "default", 0, 0, "init_scale",
-     "first scale; default: the preset's, here and below"},
-    {"growth-factor", FLAG_SETTING, 0, "default", 0, 0, "growth_factor", "above 1"},
-    {"backoff-factor", FLAG_SETTING, 0, "default", 0, 0, "backoff_factor", "below 1"},
-    {"growth-interval", FLAG_SETTING, 0, "default", 0, 0, "growth_interval", "clean steps before it grows, or none"},
-    {"min-scale", FLAG_SETTING, 0, "default", 0, 0, "min_scale", "floor, or none"},
-    {"max-scale", FLAG_SETTING, 0, "default", 0, 0, "max_scale", "ceiling, or none"},
-    {"hysteresis", FLAG_SETTING, 0, "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
+     "The first loss scale. Here and in the flags below, default means that of the preset."},
+    {"growth-factor", FLAG_SETTING, 0, "default", 0, 0, "growth_factor",
+     "The loss scale grows by this factor, which is above 1."},
+    {"backoff-factor", FLAG_SETTING, 0, "default", 0, 0, "backoff_factor",
+     "The loss scale shrinks by this factor, which is below 1."},
+    {"growth-interval", FLAG_SETTING, 0, "default", 0, 0, "growth_interval",
+     "The number of clean steps before the loss scale grows, or none."},
+    {"min-scale", FLAG_SETTING, 0, "default", 0, 0, "min_scale", "The lowest loss scale, or none."},
+    {"max-scale", FLAG_SETTING, 0, "default", 0, 0, "max_scale", "The highest loss scale, or none."},
+    {"hysteresis", FLAG_SETTING, 0, "default", 0, 0, "hysteresis",
+     "The number of overflows after which the loss scale shrinks."},
     {"tolerance", FLAG_SETTING, 0, "default", 0, 0, "tolerance",
-     "overflow rate that shrinks whatever the hysteresis"},
-    {"static-scale", FLAG_SETTING_SWITCH, 0, "off", 0, 0, "frozen", "the scale never changes"},
+     "The rate of overflows at which the loss scale shrinks, whatever the hysteresis."},
+    {"static-scale", FLAG_SETTING_SWITCH, 0, "off", 0, 0, "frozen", "Keeps the first loss scale unchanged."},
 };
 enum { N_SCALER_FLAGS = FLAG_ROWS(scaler_flags), FIRST_OF_SCALER = 2 };
 
@@ -106,31 +118,37 @@ static inline amp_result scaler_flags_check(const amp_settings *amp) {
 static const flag_row rank_flags[] = {
     {"Ranks: processes that train together", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"sync-every", FLAG_INTEGER, RANK_FIELD(sync_every), "off", 1, 1 << 30, "off=0",
-     "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
+     "The number of steps that ranks train alone before they combine their changes (DiLoCo), for slow networks. "
+     "With off, they combine their gradients in every step."},
     {"outer-lr", FLAG_NUMBER, RANK_FIELD(outer_lr), "0.7", 0, 100, NULL,
-     "of --sync-every: learning rate of the combination"},
+     "With --sync-every, the learning rate of the combination."},
     {"outer-momentum", FLAG_NUMBER, RANK_FIELD(outer_momentum), "0.9", 0, 0.999, NULL,
-     "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
+     "With --sync-every, the Nesterov momentum of the combination. 0.9 averages over some ten combinations, so "
+     "short runs need less."},
     {"sync-wire", FLAG_CHOICE, RANK_FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
-     "of --sync-every: what changes are sent in"},
+     "With --sync-every, the dtype in which changes are sent."},
     {"shard", FLAG_CHOICE, RANK_FIELD(shard), "none", 0, 0, "none states gradients",
-     "states: each rank keeps masters and moments of its part of the weights; gradients: their gradients too, on the "
-     "CPU (ZeRO stages 1 and 2)"},
+     "With states, each rank keeps the master weights and moments of its part of the weights. With gradients, on "
+     "the CPU, it keeps the gradients of that part too. (These are ZeRO stages 1 and 2.)"},
     {"overlap-param-gather", FLAG_SWITCH, RANK_FIELD(overlap_param_gather), "off", 0, 0, NULL,
-     "with --shard, on the CPU: weights are gathered while the next forward runs"},
+     "With --shard, on the CPU, gathers weights while the next forward runs."},
     {"deterministic", FLAG_SWITCH, RANK_FIELD(deterministic), "off", 0, 0, NULL,
-     "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
-    {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
+     "Sums gradients in the order of the ranks and in fp32, which gives the same bits with any --shard."},
+    {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16",
+     "The dtype in which gradients are sent between ranks."},
     {"bucket-mb", FLAG_INTEGER, RANK_FIELD(bucket_mb), "25", 1, 1 << 20, NULL,
-     "megabytes of gradients that ranks sum at a time, while backward runs"},
+     "The megabytes of gradients that ranks sum at a time, while backward runs."},
     {"change-batch", FLAG_SWITCH, RANK_FIELD(change_batch), "off", 0, 0, NULL,
-     "with --resume: let micro-batch x accumulation x ranks differ from the checkpoint's, which is refused else"},
+     "With --resume, lets micro-batch x accumulation x ranks differ from the checkpoint's. Without this flag, such "
+     "a run is refused."},
     {"rank-file", FLAG_TEXT, RANK_FIELD(file), "", 0, 0, NULL,
-     "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
+     "A file that all ranks can read and write, through which they meet. It replaces the variables MASTER_ADDR and "
+     "MASTER_PORT."},
     {"rank-timeout", FLAG_NUMBER, RANK_FIELD(timeout), "60", 0.001, 1e6, NULL,
-     "seconds to wait for a rank before all fail; longer than a checkpoint takes"},
+     "The number of seconds to wait for a rank before all ranks fail. It must be more than a checkpoint takes."},
     {"nccl", FLAG_SWITCH, RANK_FIELD(nccl), "off", 0, 0, NULL,
-     "gradients go from GPU to GPU, over libnccl.so.2, and --device cuda is the GPU of LOCAL_RANK; off: over the host"},
+     "Sends gradients from GPU to GPU with libnccl.so.2, and lets --device cuda mean the GPU of LOCAL_RANK. Without "
+     "this flag, gradients pass through CPU memory."},
 };
 
 static inline amp_result rank_flags_check(const rank_settings *set, const char *resume) {

@@ -25,17 +25,22 @@ typedef struct settings {
 
 #define FIELD(name) offsetof(settings, name)
 static const flag_row options[] = {
-    {"run", FLAG_TEXT, FIELD(run), "", 0, 0, NULL, "folder of a run, or its JSON lines; empty: the newest below out/"},
-    {"once", FLAG_SWITCH, FIELD(once), "off", 0, 0, NULL, "one picture, as where the output is no terminal"},
-    {"interval", FLAG_NUMBER, FIELD(interval), "1", 0.1, 3600, NULL, "seconds between pictures"},
-    {"columns", FLAG_INTEGER, FIELD(columns), "auto", 30, 400, "auto=0", "of the picture; auto: the terminal's, or 80"},
-    {"page", FLAG_TEXT, FIELD(page), "", 0, 0, NULL, "HTML; empty: watch.html beside the lines; none: nothing"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"run", FLAG_TEXT, FIELD(run), "", 0, 0, NULL,
+     "The folder of a run, or its JSON lines. If empty, it is the newest run below out/."},
+    {"once", FLAG_SWITCH, FIELD(once), "off", 0, 0, NULL,
+     "Prints one picture and ends. This is also what happens if the output is not a terminal."},
+    {"interval", FLAG_NUMBER, FIELD(interval), "1", 0.1, 3600, NULL, "The number of seconds between two pictures."},
+    {"columns", FLAG_INTEGER, FIELD(columns), "auto", 30, 400, "auto=0",
+     "The width of the picture. With auto, it is that of the terminal, or 80."},
+    {"page", FLAG_TEXT, FIELD(page), "", 0, 0, NULL,
+     "The file for the same picture as a web page. If empty, it is watch.html beside the JSON lines. With none, no "
+     "page is written."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "watch", .summary = "shows a training as it runs, from its JSON lines",
+    .program = "watch", .summary = "shows a training run as it runs, from its JSON lines",
     .parts = {{options, FLAG_ROWS(options), 0}},
-    .ending = "Exit codes: 0 shown, also until Ctrl-C; 2 refused."
+    .ending = "Exit codes: 0 shown, also if Ctrl-C ended it, 2 refused."
 };
 
 /* ==== A run, from its lines ====================================================================== */
