@@ -368,7 +368,7 @@ static void check_choice(check *c) {
     char value[48];
     if (c->choice.dtype == AMP_F32 && fp32 > 0 && bf16->gemm > 1.1 * fp32) {
         snprintf(value, sizeof value, "fp32; bf16 %.2f x", bf16->gemm / fp32);
-        add_line(c, NOT_HERE, "fast precision", value, "bf16 products are faster here than fp32's%s", because);
+        add_line(c, NOT_HERE, "fast precision", value, "bf16 products are faster here than fp32 products%s", because);
     } else if (c->choice.dtype == AMP_F32)
         add_line(c, NOT_HERE, "fast precision", "fp32", "no fast 16-bit products: mixed precision saves memory here, "
                  "not time");
@@ -756,7 +756,7 @@ static void check_utilisation(check *c) {
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s",
                  100 * c->set.min_utilisation,
-                 c->wait_share > 0.05 ? "it waits for data"
+                 c->wait_share > 0.05 ? "training waits for data"
                  : on_cpu(c->amp)     ? "other programs are running, or there are too many threads"
                                       : "steps are too small, or other programs are running",
                  more);
@@ -833,7 +833,7 @@ static void recommend(check *c) {
     recommend_rates(c);
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
-        advise(c, "16 bits: fp32's products are fastest on this CPU: mixed precision saves memory, not time");
+        advise(c, "16 bits: products in fp32 are the fastest on this CPU, so mixed precision saves memory, not time");
     if (c->wait_share > 0.05)
         advise(c, "workers: training waits for data: raise amp_loader_desc.workers, then .prefetch; or other programs "
                   "use the cores");
@@ -843,7 +843,7 @@ static void recommend(check *c) {
         advise(c, "utilisation: end other programs, or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune, with a file, finds the fastest products once and keeps them");
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
-        advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores,
+        advise(c, "threads: this process may use %d cores, and --threads gave it %lld", (int)c->machine.cpu.cores,
                (long long)c->set.threads);
 }
 

@@ -119,7 +119,7 @@ static inline amp_result flag_parse_number(const flag_row *o, const char *text, 
     errno = 0;
     x = o->type == FLAG_INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
     if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == FLAG_INTEGER && errno == ERANGE))
-        return flag_refuse(o->name, "is not a %s; must be %s", o->type == FLAG_INTEGER ? "whole number" : "number",
+        return flag_refuse(o->name, "is not a %s; it must be %s", o->type == FLAG_INTEGER ? "whole number" : "number",
                       flag_legal_text(o, legal, sizeof legal));
     if (x < o->lowest || x > o->highest)
         return flag_refuse(o->name, "must be %s", flag_legal_text(o, legal, sizeof legal));

@@ -99,7 +99,7 @@ int main(int argc, char **argv) {
     check(amp_settings_fill(&settings, NULL, &desc, NULL, NULL, NULL));
     check(amp_open(&amp, &desc));
     check(gpt_file_open(&file, argv[1]));
-    if (file.config.kv_heads > 0) check(ex_fail(AMP_ERR_UNSUPPORTED, "%s is a Llama: llama.c has one", argv[1]));
+    if (file.config.kv_heads > 0) check(ex_fail(AMP_ERR_UNSUPPORTED, "%s is a Llama, and not a GPT-2", argv[1]));
     file.config.batch = file.config.seq = 1;
     check(model_activations(amp, &file.config.activations));
     stored = file.config.activations;

@@ -75,7 +75,7 @@ static inline amp_result model_memory_check(amp_context *amp, int64_t weights, i
     need = (double)weights + 3.0 * (double)grads + (double)activations;     /* AdamW keeps two moments */
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
-        return ex_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
+        return ex_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, and the device has %.1f GB: "
                             "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9, advice);
     return AMP_OK;
 }

@@ -114,7 +114,7 @@ static amp_result read_list(const char *flag, const char *text, const char *lega
         snprintf(word, sizeof word, "%.*s", (int)length, at);
         EX_TRY(list_item(flag, word, legal, &out->x[out->n]));
         for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n])
-            return flag_refuse(flag, "%.20s is there twice", word);
+            return flag_refuse(flag, "%.20s is named twice", word);
         out->n++;
         at += length;
     }
@@ -352,7 +352,7 @@ static void take_outcomes(session *r) {
 /* Why training has diverged, or NULL.  recent: mean of the last losses read. */
 static const char *divergence(const session *r, double recent) {
     if (!amp_is_finite_f64(&recent)) return "the loss is infinite or NaN";
-    if (r->at_floor) return "the loss scale is at its floor, and steps still overflow";
+    if (r->at_floor) return "the loss scale is at its lowest value, and steps still overflow";
     if (recent > r->trial->first) return "the loss is above that of the first step";
     return NULL;
 }
@@ -499,7 +499,7 @@ static amp_result open_data(search *s) {
     s->split = info.tokens - (int64_t)(s->set.validation * (double)info.tokens);
     if (s->end - s->split < 8 * s->set.seq + 1)
         return flag_refuse("validation",
-                      "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
+                      "leaves %lld tokens, and validation takes at least %lld: use more data or a smaller --seq",
                       (long long)(s->end - s->split), (long long)(8 * s->set.seq + 1));
     return AMP_OK;
 }
@@ -550,8 +550,8 @@ int main(int argc, char **argv) {
         print_trial(&s, i);
     }
     found = print_table(&s, i);
-    printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
-           ex_stop_requested ? "; run again to continue" : "");
+    printf("%lld trials ran, and %lld were known before; the records are in %s%s\n", (long long)run,
+           (long long)(i - run), s.set.out, ex_stop_requested ? "; run again to continue" : "");
     if (lost > 0) printf("%lld of them have no record: %s could not be written\n", (long long)lost, s.set.out);
     fclose(s.file);
     free(s.trials);

@@ -183,15 +183,15 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     int64_t length = tab != NULL ? tab - line : 0, place, i;
     uint32_t code;
     if (tab == NULL)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and text", path,
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: there is no tab; a line must be a label, a tab and a text", path,
                             (long long)number);
     if (length == 0)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: there is no label before the tab", path, (long long)number);
     if (length > 200)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number,
-                            (long long)length);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: the label has %lld bytes, and at most 200 are allowed", path,
+                       (long long)number, (long long)length);
     if (memchr(line, 0, (size_t)length) != NULL)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: the label has a zero byte", path, (long long)number);
     for (i = 0; i < length; i += place) {
         place = utf8_read(line + i, length - i, &code);
         if (code == 0xfffd && place == 1)
@@ -203,7 +203,8 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
         return ex_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number,
                             (int)length, line);
     if (place >= MOST_LABELS)
-        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
+        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: there are more than %d labels", path, (long long)number,
+                       MOST_LABELS);
     if (label_number(line, length) < 0) l->numbers = 0;
     item->label = (int32_t)place;
     item->line = number;
@@ -401,11 +402,12 @@ static amp_result check_flags(const settings *set) {
         if (flag_given.on_command_line[i] && of_compat[k] == NULL)
             return flag_refuse(name, "contradicts --compat, which has its own models and data");
     }
-    if (set->compat && ranks.world > 1) return flag_refuse("compat", "is for one process");
+    if (set->compat && ranks.world > 1) return flag_refuse("compat", "works in one process only");
     if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
     EX_TRY(training_flags_check(&set->training));
     if (set->training.amp.nan_action == AMP_NAN_RECOVER)
-        return flag_refuse("nan-action", "recover, here or in settings, is what train_gpt does, and not this program");
+        return flag_refuse("nan-action", "recover, here or in settings, is for train_gpt, and this program does not "
+                                         "have it");
     if (set->training.amp.memory_efficient || set->training.amp.tensor_stats_interval > 0)
         return ex_fail(AMP_ERR_CONFLICT, "%s is a setting of train_gpt, and not of this program",
                        set->training.amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
@@ -506,7 +508,7 @@ static amp_result open_tokenizer(run *r) {
     if (r->vocab[0] == 0 && *set->data == 0)
         EX_TRY(training_data_path(&set->training, "", "/classifier/vocab.txt", make_vocabulary, r->vocab));
     if (r->vocab[0] == 0 && set->cased)
-        return flag_refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
+        return flag_refuse("cased", "needs a vocabulary, because bytes keep their case: drop it, or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
     else if (ex_st(wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased)) != AMP_OK)
         return flag_refuse(*set->vocab != 0 ? "vocab" : "init", "%s", ex_because(why));
@@ -593,12 +595,12 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     if (encoder_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program makes WordPiece",
+        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program has WordPiece only",
                       encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
         return flag_refuse(*set->vocab != 0 ? "vocab" : "init",
-                      "the tokenizer has %lld tokens, the model of --init only %lld%s", (long long)r->tokenizer.n,
-                      (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
+                      "the tokenizer has %lld tokens, and the model of --init only %lld%s", (long long)r->tokenizer.n,
+                      (long long)c->vocab, r->vocab[0] == 0 ? ": its tokens are bytes, so give --vocab" : "");
     if (set->seq > c->positions)
         return flag_refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
     EX_TRY(check_shape(set, c));
@@ -669,7 +671,8 @@ static amp_result open_position(run *r, const amp_state *resumed) {
     if (resumed != NULL) {
         EX_TRY(amp_state_get(resumed, "train.data", AMP_I64, data, 2));
         if (data[0] != r->n_train || data[1] != (int64_t)r->crc)
-            return flag_refuse("resume", "%s was trained on other data or another part of it", set->training.resume);
+            return flag_refuse("resume", "%s was trained on other data, or on another part of it",
+                               set->training.resume);
         EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &r->step, 1));
         EX_TRY(amp_state_get(resumed, "train.position", AMP_I64, at, 2));
     }
@@ -873,7 +876,8 @@ static amp_result decide_stop(run *r) {
     EX_TRY(training_stop(set, r->start, r->step, r->steps, &r->stop));
     if (set->amp.nan_action != AMP_NAN_STOP || !training_ranks_alike(set, r->step)) return AMP_OK;
     EX_TRY(ranks_sum(&anomaly, 1));
-    if (anomaly > 0 && r->anomaly[0] == 0) snprintf(r->anomaly, sizeof r->anomaly, "stopped with another rank");
+    if (anomaly > 0 && r->anomaly[0] == 0)
+        snprintf(r->anomaly, sizeof r->anomaly, "stopped because of an anomaly on another rank");
     r->stop |= anomaly > 0;
     return AMP_OK;
 }

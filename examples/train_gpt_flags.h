@@ -213,12 +213,11 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
             for (which = 0; which < GPT_TENSORS && strcmp(item, gpt_tensor_names[which]) != 0; which++) {}
             if (which == GPT_TENSORS)
                 return flag_refuse("activations",
-                              "\"%s\" is not a tensor; there are stream, norm, attention, mlp and branch", item);
-            if (stored[which] != AMP_DTYPE_DEFAULT) return flag_refuse("activations", "%s is there twice", item);
+                              "\"%s\" is not a tensor; the tensors are stream, norm, attention, mlp and branch", item);
+            if (stored[which] != AMP_DTYPE_DEFAULT) return flag_refuse("activations", "%s is named twice", item);
         } else if (given_all++)
-            return flag_refuse("activations", "two dtypes for all: \"%s\" is the second; a tensor's own is name=%s",
-                               item,
-                          item);
+            return flag_refuse("activations", "two dtypes for all tensors, of which \"%s\" is the second; for one "
+                               "tensor write name=%s", item, item);
         if (ex_word_place(equals != NULL ? "fp32 fp16 bf16" : "auto fp32 fp16 bf16", dtype) < 0)
             return flag_refuse("activations", "\"%s\" is not one of: %sfp32 fp16 bf16", dtype,
                           equals != NULL ? "" : "auto ");
@@ -231,9 +230,9 @@ static amp_result read_activations(const char *text, amp_dtype *all, amp_dtype s
 /* Between two combinations each rank has weights of its own, which are saved but not evaluated. */
 static amp_result check_sync(const settings *set) {
     if (set->training.ranks.sync_every > 0 && set->eval_interval % set->training.ranks.sync_every != 0)
-        return flag_refuse("eval-interval", "is no multiple of --sync-every");
+        return flag_refuse("eval-interval", "is not a multiple of --sync-every");
     if (set->training.ranks.sync_every > 0 && set->training.amp.nan_action == AMP_NAN_RECOVER)
-        return flag_refuse("sync-every", "contradicts --nan-action recover: ranks would go back alone");
+        return flag_refuse("sync-every", "contradicts --nan-action recover, because each rank would go back alone");
     return AMP_OK;
 }
 
@@ -248,7 +247,7 @@ static amp_result check_settings(settings *set) {
     if ((flag_was_given("error-budget") || flag_was_given("lowest")) && !set->adaptive)
         return flag_refuse(flag_was_given("lowest") ? "lowest" : "error-budget", "is for --precision adaptive");
     if (set->adaptive && set->graph)
-        return flag_refuse("graph", "contradicts --precision adaptive, which looks into steps");
+        return flag_refuse("graph", "contradicts --precision adaptive, which reads values inside a step");
     if (set->graph && set->profile)
         return flag_refuse("graph", "contradicts --profile, which times every operator by itself");
     if (set->graph && set->tensor_stats_interval > 0)
@@ -264,7 +263,7 @@ static amp_result check_settings(settings *set) {
         return flag_refuse("batch-growth-interval", "is for --nan-action recover, which halves batches");
     for (i = 0; sample_options[i] != NULL; i++)
         if (flag_was_given(sample_options[i]) && set->sample == 0)
-            return flag_refuse(sample_options[i], "contradicts --sample 0, which writes none");
+            return flag_refuse(sample_options[i], "contradicts --sample 0, which writes no sample");
     return AMP_OK;
 }
 

@@ -61,7 +61,7 @@ static amp_result open_context(run *r) {
     EX_TRY(training_open_context(&r->set.training, r->set.seed, to_file ? autotune : NULL, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
     if (r->set.graph && desc.backend->graph_begin == NULL)
-        return flag_refuse("graph", "the %s backend has none", desc.backend->name);
+        return flag_refuse("graph", "the %s backend has no graphs", desc.backend->name);
     return amp_query_choice(r->amp, &r->choice);
 }
 
@@ -79,7 +79,8 @@ static amp_result write_own_text(const char *path) {
     amp_result result = AMP_OK;
     int i;
     if (access("amp.h", R_OK) != 0)
-        return flag_refuse("data", "was not given, and amp.h is not in this folder: run from the project's folder");
+        return flag_refuse("data", "is not given, and amp.h is not in this folder: run the program in the project's "
+                           "folder");
     for (i = 0; sources[i] != NULL && result == AMP_OK; i++) {
         void *data;
         size_t bytes;
@@ -260,12 +261,12 @@ static amp_result check_llama(const settings *set) {
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     memset(stored, 0, sizeof stored);
-    if (set->dropout > 0) return flag_refuse("dropout", "a Llama has none");
+    if (set->dropout > 0) return flag_refuse("dropout", "a Llama has no dropout");
     if (set->profile) return flag_refuse("profile", "counts a GPT-2's operations and bytes, and this is a Llama");
     EX_TRY(read_activations(set->activations, &all, stored));
     for (i = 0; i < GPT_TENSORS; i++)
         if (i != GPT_STREAM && stored[i] != AMP_DTYPE_DEFAULT)
-            return flag_refuse("activations", "a Llama's stream alone can have a dtype of its own");
+            return flag_refuse("activations", "only the stream of a Llama can have its own dtype");
     return AMP_OK;
 }
 
@@ -301,8 +302,8 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(set, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
-        result = flag_refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
-                        (long long)config.vocab);
+        result = flag_refuse("tokenizer", "has tokens up to %lld, and the model has only %lld tokens",
+                             (long long)r->tokenizer.n - 1, (long long)config.vocab);
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
@@ -546,8 +547,8 @@ static amp_result load_position(run *r, const amp_state *state) {
     EX_TRY(result);
     read = info.index * old;
     if (read % now != 0)
-        return flag_refuse("change-batch", "%lld sequences of the epoch were read, which is no whole number of batches "
-                           "of %lld", (long long)read, (long long)now);
+        return flag_refuse("change-batch", "%lld sequences of the epoch were read, which is not a whole number of "
+                           "batches of %lld", (long long)read, (long long)now);
     EX_TRY(amp_loader_info_get(r->loader, &own));
     return read / now < own.batches ? amp_loader_seek(r->loader, info.epoch, read / now)
                                     : amp_loader_seek(r->loader, info.epoch + 1, 0);

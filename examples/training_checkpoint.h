@@ -18,8 +18,9 @@ static inline amp_result rank_flags_batch(const rank_settings *set, const amp_st
     all = was[0] * was[2];
     if (!flag_was_given("batch")) {
         if (all % ranks.world != 0)
-            return flag_refuse("resume", "the checkpoint's %lld samples in a micro-batch of all ranks do not divide "
-                               "by %d ranks: start as many as divide them, or give --batch and --change-batch",
+            return flag_refuse("resume", "the micro-batch of all ranks in the checkpoint has %lld samples, which %d "
+                               "ranks cannot share equally: start another number of ranks, or give --batch and "
+                               "--change-batch",
                                (long long)all, (int)ranks.world);
         *batch = all / ranks.world;
     }
@@ -27,7 +28,7 @@ static inline amp_result rank_flags_batch(const rank_settings *set, const amp_st
     now = *batch * accumulation * ranks.world;
     if (before == now || set->change_batch) return AMP_OK;
     return flag_refuse(flag_was_given("batch") ? "batch" : "accumulation", "%lld x %lld x %d ranks are %lld samples "
-                       "in a step, the checkpoint was trained with %lld: drop it, or give --change-batch",
+                       "per step, and the checkpoint was trained with %lld: drop the flag, or give --change-batch",
                        (long long)*batch, (long long)accumulation, (int)ranks.world, (long long)now,
                        (long long)before);
 }
@@ -264,8 +265,8 @@ static inline amp_result resume_own(const rank_settings *set, const amp_context 
     EX_TRY(amp_state_get(resumed, "train.batch", AMP_I64, was, 3));
     EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &step, 1));
     if (was[2] != ranks.world && step % set->sync_every != 0)
-        return flag_refuse("resume", "%lld ranks have saved it at step %lld, between two combinations, and this is one "
-                           "of %d: start %lld, and save at a multiple of --sync-every %lld for others",
+        return flag_refuse("resume", "%lld ranks saved it at step %lld, between two combinations, and this run has %d: "
+                           "start %lld ranks, or save at a multiple of --sync-every %lld to start another number",
                            (long long)was[2], (long long)step, (int)ranks.world, (long long)was[2],
                            (long long)set->sync_every);
     if (was[2] != ranks.world) return AMP_OK;

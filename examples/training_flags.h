@@ -102,7 +102,7 @@ static inline void scaler_flags_without_effect(void) {
     int i, n = 0;
     for (i = FIRST_OF_SCALER; i < N_SCALER_FLAGS; i++)
         if (flag_was_given(scaler_flags[i].name))
-            printf("%s--%s", n++ > 0 ? ", " : ", so no effect from ", scaler_flags[i].name);
+            printf("%s--%s", n++ > 0 ? ", " : ", so these flags have no effect: ", scaler_flags[i].name);
 }
 static inline amp_result scaler_flags_check(const amp_settings *amp) {
     int i;

@@ -205,12 +205,14 @@ static amp_result run_read(run *r) {
         if (record_read(&line, at, (size_t)(end - at))) { EX_TRY(run_add(r, &line)); r->records++; continue; }
         bad = no_number(at, end);
         if (*at == '{' && bad != NULL)
-            return ex_fail(AMP_ERR_RANGE, "%s: line %lld: %s is no JSON; write null", r->path, (long long)number, bad);
+            return ex_fail(AMP_ERR_RANGE, "%s: line %lld: %s is not JSON; write null instead", r->path,
+                           (long long)number, bad);
         if (end == stop && (r->records > 0 || *at == '{')) break;
         if (r->records == 0)
-            return ex_fail(AMP_ERR_RANGE, "%s: line %lld is no record: must be metrics, JSON lines with an \"event\"",
+            return ex_fail(AMP_ERR_RANGE, "%s: line %lld is not a record: the file must be metrics, JSON lines with "
+                                          "an \"event\"",
                            r->path, (long long)number);
-        snprintf(r->remark, sizeof r->remark, "line %lld left out: it is no whole record", (long long)number);
+        snprintf(r->remark, sizeof r->remark, "line %lld is left out: it is not a whole record", (long long)number);
     }
     return AMP_OK;
 }
@@ -226,8 +228,9 @@ static amp_result run_find(run *r, const char *given) {
         int folder = stat(given, &info) == 0 && S_ISDIR(info.st_mode);
         if (strlen(given) > PATH_MAX - 100) return flag_refuse("run", "the path is too long");
         snprintf(r->path, sizeof r->path, "%.4000s%s", given, folder ? "/metrics.jsonl" : "");
-        if (stat(r->path, &info) != 0) return flag_refuse("run", "no run there: %.200s: %s", r->path, strerror(errno));
-        return S_ISREG(info.st_mode) ? AMP_OK : flag_refuse("run", "is no file");
+        if (stat(r->path, &info) != 0)
+            return flag_refuse("run", "there is no run: %.200s: %s", r->path, strerror(errno));
+        return S_ISREG(info.st_mode) ? AMP_OK : flag_refuse("run", "is not a file");
     }
     for (k = 0; k < 3; k++) {
         if (glob(patterns[k], 0, NULL, &found) != 0) continue;
@@ -239,7 +242,8 @@ static amp_result run_find(run *r, const char *given) {
         globfree(&found);
     }
     return r->path[0] != 0 ? AMP_OK
-        : ex_fail(AMP_ERR_OPEN, "no run found: no metrics.jsonl is below out/; --run (make: RUN=) names a folder");
+        : ex_fail(AMP_ERR_OPEN, "no run was found: there is no metrics.jsonl below out/; name a folder with --run "
+                                "(make: RUN=)");
 }
 
 /* Where the page goes; "": nowhere. */

@@ -105,7 +105,7 @@ head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
 refused "1000 micro-batches, but the training has 204" --accumulation 1000
 refused "contradicts --scaler off" --scaler off --init-scale 1024
 refused "contradicts --scaler off" --scaler off --growth-interval 10
-refused "is for a vocabulary" --data "$work/odd.tsv" --cased
+refused "needs a vocabulary" --data "$work/odd.tsv" --cased
 refused "contradicts --valid" --valid "$work/valid.tsv" --validation 0.2
 refused "contradicts --compat" --compat --init "$saved/model.safetensors"
 refused "contradicts --compat" --compat --precision bf16
@@ -119,7 +119,7 @@ refused "--warmup" --warmup 2
 refused "--compat-scale" --compat-scale 0
 refused "needs a value" --data
 refused "--data /nonexistent" --data /nonexistent
-refused "no_tab.tsv: line 2: no tab" --data "$work/no_tab.tsv"
+refused "no_tab.tsv: line 2: there is no tab" --data "$work/no_tab.tsv"
 refused "only one label" --data "$work/one_label.tsv"
 refused "holds no text" --data "$work/empty.tsv"
 refused "line 3: the label odd" --valid "$work/odd.tsv"

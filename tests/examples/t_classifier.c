@@ -436,7 +436,7 @@ static amp_result read_labelled(const char *text, text_set *t, label_names *l) {
 
 TEST(labelled_text) {
     static const struct { const char *text, *why; } bad[] = {
-        {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: no tab"}, {"a\tx\n\n\ty\n", "line 3: no label"}, {"label only", "line 1: no tab"},
+        {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: there is no tab"}, {"a\tx\n\n\ty\n", "line 3: there is no label"}, {"label only", "line 1: there is no tab"},
         {"a\tx\ncaf\xe9\ty\n", "line 2: the label is not UTF-8"},
     };
     text_set t, none, *sets[2] = {&t, &none};

@@ -561,7 +561,7 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         {"\"quantization_config\": {\"bits\": 8}", "quantization_config = {\"bits\": 8}"},
         {"\"auto_map\": {\"AutoModel\": \"own.Model\"}", "auto_map = "},
         {"\"pruned_heads\": {\"0\": [1]}", "pruned_heads = "},
-        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: is there twice, the second time as 2"},
+        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: appears twice, the second time as 2"},
         {"\"my_other\": NaN", "line 5: not a JSON object"},
         {"\"my_other\": 01", "not a JSON object"},
         {"\"my_other\": [1, 2", "not a JSON object"},
