@@ -224,13 +224,16 @@ static amp_result measure_memory(const bench *b, const workload_desc *size, amp_
 
 static int forward_step(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 0);
+    return (int)workload_pass((workload *)user, NULL, NULL, 0);
 }
 static int backward_step(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 1);
+    return (int)workload_pass((workload *)user, NULL, NULL, 1);
 }
-static int full_step(void *user, amp_context *amp) { (void)amp; return workload_step((workload *)user, NULL, NULL); }
+static int full_step(void *user, amp_context *amp) {
+    (void)amp;
+    return (int)workload_step((workload *)user, NULL, NULL);
+}
 
 /* Times all precisions in turn, and compares their gradients with fp32's. */
 static amp_result time_rows(const bench *b, workload *w, precision_row rows[PRECISIONS]) {

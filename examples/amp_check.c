@@ -184,8 +184,7 @@ static amp_result time_precisions(check *c, amp_step_function step, void *user, 
 /* A product as in a linear layer: x and y in the precision, the weight's cast from the cache. */
 typedef struct product { int64_t n; amp_param weight; void *x[PRECISIONS], *y; } product;
 
-static int product_step(void *user, amp_context *amp) {
-    product *p = (product *)user;
+static amp_result product_linear(product *p, amp_context *amp) {
     amp_dtype dtype = dtype_now(amp);
     amp_linear_op op;
     amp_result result;
@@ -198,6 +197,7 @@ static int product_step(void *user, amp_context *amp) {
     EX_TRY(amp_autocast_end(amp));
     return result;
 }
+static int product_step(void *user, amp_context *amp) { return (int)product_linear((product *)user, amp); }
 
 /* Values on the device; 16-bit ones are cast there. */
 static amp_result product_fill(check *c, product *p, float *weight) {
@@ -251,7 +251,7 @@ static int copying_step(void *user, amp_context *amp) {
     const copying *m = (const copying *)user;
     amp_dtype storage = storage_of(dtype_now(amp));
     amp_tensor from = amp_tensor1(m->from, AMP_F32, m->n), to = amp_tensor1(m->to, storage, m->n);
-    return amp_cast(amp, &from, &to);
+    return (int)amp_cast(amp, &from, &to);
 }
 
 /* More than a cache holds, so that memory is measured. */
@@ -648,7 +648,7 @@ static amp_result open_work(check *c) {
 
 static int work_pass(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 1);
+    return (int)workload_pass((workload *)user, NULL, NULL, 1);
 }
 
 /* Compares a step of the GPT-2 in every precision with fp32. */
