@@ -27,42 +27,50 @@ typedef struct settings {
 
 static const flag_row options[] = {
     {"What", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precision", FLAG_SWITCH, FIELD(precision), "off", 0, 0, NULL, "the table of precisions (the default)"},
-    {"features", FLAG_SWITCH, FIELD(features), "off", 0, 0, NULL, "the table of features"},
+    {"precision", FLAG_SWITCH, FIELD(precision), "off", 0, 0, NULL,
+     "Prints the table of precisions. This is the default."},
+    {"features", FLAG_SWITCH, FIELD(features), "off", 0, 0, NULL, "Prints the table of features."},
     {"training", FLAG_TEXT, FIELD(training), "", 0, 0, NULL,
-     "the first steps of a decoder that learns this text, its tokens bytes, in fp32, fp16 and bf16; empty: none"},
-    {"model", FLAG_CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder", "of the table of precisions"},
+     "Trains the first steps of a decoder that learns this text, whose bytes are the tokens, in fp32, fp16 and "
+     "bf16. If empty, it trains none."},
+    {"model", FLAG_CHOICE, FIELD(model), "both", 0, 0, "both encoder decoder",
+     "The models in the table of precisions."},
     {"feature", FLAG_CHOICE, FIELD(feature), "all", 0, 0,
      "all mask-cache cast-cache pinning workers prefetch memory-interval fused-step recompute fused-loss",
-     "one feature only"},
+     "The one feature to measure, or all."},
     {"dtype", FLAG_CHOICE, FIELD(dtype), "auto", 0, 0, "auto fp32 tf32 fp16 bf16 fp8",
-     "precision of the features' runs"},
+     "The precision in which features are measured."},
 
     {"Size", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0", "blocks; auto: 12 on a GPU, 4 on a CPU"},
-    {"channels", FLAG_INTEGER, FIELD(channels), "auto", 1, 65536, "auto=0", "width; auto: 768 on a GPU, 256 on a CPU"},
+    {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
+     "The number of blocks. With auto, it is 12 on a GPU and 4 on a CPU."},
+    {"channels", FLAG_INTEGER, FIELD(channels), "auto", 1, 65536, "auto=0",
+     "The width. With auto, it is 768 on a GPU and 256 on a CPU."},
     {"heads", FLAG_INTEGER, FIELD(heads), "auto", 1, 4096, "auto=0",
-     "must divide the channels; auto: 64 channels each"},
+     "The number of attention heads, which must divide the channels. With auto, each head has 64 channels."},
     {"vocab", FLAG_INTEGER, FIELD(vocab), "auto", 2, 65536, "auto=0",
-     "auto: BERT's 30522 and GPT-2's 50257 on a GPU, 8192 on a CPU"},
+     "The number of tokens in the vocabulary. With auto, it is BERT's 30522 and GPT-2's 50257 on a GPU, and 8192 on "
+     "a CPU."},
     {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 1 << 20, "auto=0",
-     "sequences; auto: 16 (encoder) and 8 on a GPU, 4 on a CPU"},
+     "The number of sequences in a batch. With auto, it is 16 (encoder) and 8 (decoder) on a GPU, and 4 on a CPU."},
     {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 1 << 20, "auto=0",
-     "tokens in a sequence; auto: 512 (encoder) and 1024 on a GPU, 128 on a CPU"},
+     "The number of tokens in a sequence. With auto, it is 512 (encoder) and 1024 (decoder) on a GPU, and 128 on a "
+     "CPU."},
 
     {"Measuring", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"iterations", FLAG_INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "steps that are timed"},
-    {"warmup", FLAG_INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "steps before them"},
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
+    {"iterations", FLAG_INTEGER, FIELD(iterations), "50", 1, 1000, NULL, "The number of steps that are timed."},
+    {"warmup", FLAG_INTEGER, FIELD(warmup), "3", 1, 1000, NULL, "The number of steps before the timed ones."},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "The number of CPU threads."},
     {"json", FLAG_TEXT, FIELD(out), "", 0, 0, NULL,
-     "results as JSON; empty: out/bench_precision.json, _features or _training; none: nothing"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+     "The file for the results as JSON. If empty, it is out/bench_precision.json, out/bench_features.json or "
+     "out/bench_training.json. With none, no file is written."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "amp_bench", .summary = "what mixed precision and amp.h's features gain here, and what they cost",
-    .options = options, .n = (int)(sizeof options / sizeof *options),
+    .program = "amp_bench",
+    .summary = "measures what mixed precision and the features of amp.h gain here, and what they cost",
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 done, 1 failed, 2 refused."
 };
 
@@ -216,13 +224,16 @@ static amp_result measure_memory(const bench *b, const workload_desc *size, amp_
 
 static int forward_step(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 0);
+    return (int)workload_pass((workload *)user, NULL, NULL, 0);
 }
 static int backward_step(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 1);
+    return (int)workload_pass((workload *)user, NULL, NULL, 1);
 }
-static int full_step(void *user, amp_context *amp) { (void)amp; return workload_step((workload *)user, NULL, NULL); }
+static int full_step(void *user, amp_context *amp) {
+    (void)amp;
+    return (int)workload_step((workload *)user, NULL, NULL);
+}
 
 /* Times all precisions in turn, and compares their gradients with fp32's. */
 static amp_result time_rows(const bench *b, workload *w, precision_row rows[PRECISIONS]) {

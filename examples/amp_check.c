@@ -25,30 +25,33 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 
 static const flag_row options[] = {
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"quick", FLAG_SWITCH, FIELD(quick), "off", 0, 0, NULL, "smaller sizes and shorter runs"},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "The number of CPU threads."},
+    {"quick", FLAG_SWITCH, FIELD(quick), "off", 0, 0, NULL, "Measures smaller sizes, and for a shorter time."},
     {"size", FLAG_INTEGER, FIELD(size), "auto", 64, 16384, "auto=0",
-     "of the products, size x size x size; auto: 1024 on a CPU, 8192 on a GPU, half of it with --quick"},
+     "The size of the products, which are of size x size matrices. With auto, it is 1024 on a CPU and 8192 on a "
+     "GPU, or half of that with --quick."},
     {"copies", FLAG_INTEGER, FIELD(copies), "auto", 1, 65536, "auto=0",
-     "MiB of fp32 values to copy; auto: the size of the last cache, at least 16; with --quick at most 64; to a "
-     "device: 64"},
+     "The MiB of fp32 values to copy. With auto, it is the size of the last cache, at least 16, and with --quick at "
+     "most 64. Copies to a device have 64 MiB."},
     {"layers", FLAG_INTEGER, FIELD(layers), "auto", 1, 1000, "auto=0",
-     "of the GPT-2 that trains; auto: 2 on a CPU, 8 on a GPU"},
+     "The number of blocks of the GPT-2 that is trained. With auto, it is 2 on a CPU and 8 on a GPU."},
     {"channels", FLAG_INTEGER, FIELD(channels), "auto", 64, 65536, "auto=0",
-     "its width, 64 for each head; auto: 256 on a CPU, 1024 on a GPU"},
-    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0", "its sequences; auto: 4 on a CPU, 32 on a GPU"},
-    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0", "tokens in each; auto: 128 on a CPU, 512 on a GPU"},
-    {"seconds", FLAG_NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0", "of training; auto: 4, with --quick 1"},
+     "The width of this GPT-2, whose heads have 64 channels each. With auto, it is 256 on a CPU and 1024 on a GPU."},
+    {"batch", FLAG_INTEGER, FIELD(batch), "auto", 1, 65536, "auto=0",
+     "The number of sequences in its batch. With auto, it is 4 on a CPU and 32 on a GPU."},
+    {"seq", FLAG_INTEGER, FIELD(seq), "auto", 1, 65536, "auto=0",
+     "The number of tokens in a sequence. With auto, it is 128 on a CPU and 512 on a GPU."},
+    {"seconds", FLAG_NUMBER, FIELD(seconds), "auto", 0.1, 3600, "auto=0",
+     "The number of seconds to train. With auto, it is 4, or 1 with --quick."},
     {"min-utilisation", FLAG_NUMBER, FIELD(min_utilisation), "0.8", 0, 2, NULL,
-     "share of the device that training must use to pass; above 1, nothing passes"},
-    {"json", FLAG_SWITCH, FIELD(json), "off", 0, 0, NULL, "one JSON object instead of text"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+     "The share of the device that training must use to pass. If it is above 1, nothing passes."},
+    {"json", FLAG_SWITCH, FIELD(json), "off", 0, 0, NULL, "Prints one JSON object instead of text."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "amp_check", .summary = "what mixed precision can do on this machine, and whether it works",
-    .options = options, .n = (int)(sizeof options / sizeof *options),
+    .program = "amp_check", .summary = "says what mixed precision can do on this machine, and whether it works",
+    .parts = {{options, FLAG_ROWS(options), 0}},
     .ending = "Exit codes: 0 nothing failed, 1 a line says FAIL, 2 refused."
 };
 
@@ -181,8 +184,7 @@ static amp_result time_precisions(check *c, amp_step_function step, void *user, 
 /* A product as in a linear layer: x and y in the precision, the weight's cast from the cache. */
 typedef struct product { int64_t n; amp_param weight; void *x[PRECISIONS], *y; } product;
 
-static int product_step(void *user, amp_context *amp) {
-    product *p = (product *)user;
+static amp_result product_linear(product *p, amp_context *amp) {
     amp_dtype dtype = dtype_now(amp);
     amp_linear_op op;
     amp_result result;
@@ -195,6 +197,7 @@ static int product_step(void *user, amp_context *amp) {
     EX_TRY(amp_autocast_end(amp));
     return result;
 }
+static int product_step(void *user, amp_context *amp) { return (int)product_linear((product *)user, amp); }
 
 /* Values on the device; 16-bit ones are cast there. */
 static amp_result product_fill(check *c, product *p, float *weight) {
@@ -248,7 +251,7 @@ static int copying_step(void *user, amp_context *amp) {
     const copying *m = (const copying *)user;
     amp_dtype storage = storage_of(dtype_now(amp));
     amp_tensor from = amp_tensor1(m->from, AMP_F32, m->n), to = amp_tensor1(m->to, storage, m->n);
-    return amp_cast(amp, &from, &to);
+    return (int)amp_cast(amp, &from, &to);
 }
 
 /* More than a cache holds, so that memory is measured. */
@@ -365,7 +368,7 @@ static void check_choice(check *c) {
     char value[48];
     if (c->choice.dtype == AMP_F32 && fp32 > 0 && bf16->gemm > 1.1 * fp32) {
         snprintf(value, sizeof value, "fp32; bf16 %.2f x", bf16->gemm / fp32);
-        add_line(c, NOT_HERE, "fast precision", value, "bf16 products are faster here than fp32's%s", because);
+        add_line(c, NOT_HERE, "fast precision", value, "bf16 products are faster here than fp32 products%s", because);
     } else if (c->choice.dtype == AMP_F32)
         add_line(c, NOT_HERE, "fast precision", "fp32", "no fast 16-bit products: mixed precision saves memory here, "
                  "not time");
@@ -645,7 +648,7 @@ static amp_result open_work(check *c) {
 
 static int work_pass(void *user, amp_context *amp) {
     (void)amp;
-    return workload_pass((workload *)user, NULL, NULL, 1);
+    return (int)workload_pass((workload *)user, NULL, NULL, 1);
 }
 
 /* Compares a step of the GPT-2 in every precision with fp32. */
@@ -753,7 +756,7 @@ static void check_utilisation(check *c) {
     else
         add_line(c, FAIL, "utilisation", value, "of the device while training, below %.0f%%: %s%s",
                  100 * c->set.min_utilisation,
-                 c->wait_share > 0.05 ? "it waits for data"
+                 c->wait_share > 0.05 ? "training waits for data"
                  : on_cpu(c->amp)     ? "other programs are running, or there are too many threads"
                                       : "steps are too small, or other programs are running",
                  more);
@@ -830,7 +833,7 @@ static void recommend(check *c) {
     recommend_rates(c);
     for (i = 2; i < PRECISIONS && (!c->precisions[i].supported || c->precisions[i].emulated); i++) { }
     if (i == PRECISIONS)
-        advise(c, "16 bits: fp32's products are fastest on this CPU: mixed precision saves memory, not time");
+        advise(c, "16 bits: products in fp32 are the fastest on this CPU, so mixed precision saves memory, not time");
     if (c->wait_share > 0.05)
         advise(c, "workers: training waits for data: raise amp_loader_desc.workers, then .prefetch; or other programs "
                   "use the cores");
@@ -840,7 +843,7 @@ static void recommend(check *c) {
         advise(c, "utilisation: end other programs, or train with larger batches");
     if (!cpu) advise(c, "autotune: amp_desc.autotune, with a file, finds the fastest products once and keeps them");
     if (cpu && c->set.threads > 0 && c->set.threads < c->machine.cpu.cores)
-        advise(c, "threads: this process may use %d cores, --threads gave it %lld", (int)c->machine.cpu.cores,
+        advise(c, "threads: this process may use %d cores, and --threads gave it %lld", (int)c->machine.cpu.cores,
                (long long)c->set.threads);
 }
 

@@ -78,7 +78,7 @@ static int amp_mpi_ask(MPI_Comm comm, int rank, int world, MPI_Request *answers,
 
 /* Says who is missing; told: another rank gave up first.  What is allocated here stays MPI's. */
 static int amp_mpi_give_up(MPI_Comm comm, int told) {
-    const char *format = told ? "rank %d%s came when the others had given up, after %d ms"
+    const char *format = told ? "rank %d%s joined a call after the others had given up, which they do after %d ms"
                               : "rank %d%s: MPI has not finished a call within %d ms, although all ranks are there";
     int rank, world, silent, who;
     MPI_Request *answers;

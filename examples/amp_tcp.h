@@ -193,8 +193,9 @@ static inline int amp_tcp_owes(const amp_tcp_peer *p) { return p->received < siz
 static inline int amp_tcp_waits(const amp_tcp_peer *p) { return p->sent < sizeof p->call + p->n_out; }
 
 static inline const char *amp_tcp_call_text(const amp_tcp_call *c, char text[80]) {
-    static const char *const verbs[] = {"waits for all", "reduces", "scatters", "gathers", "exchanges", "broadcasts"};
-    const char *verb = c->kind >= 0 && c->kind < 6 ? verbs[c->kind] : "does something else";
+    static const char *const verbs[] = {"waits for all ranks", "reduces", "scatters",
+                                        "gathers", "exchanges", "broadcasts"};
+    const char *verb = c->kind >= 0 && c->kind < 6 ? verbs[c->kind] : "makes another call";
     if (c->kind == 1 || c->kind == 2)
         snprintf(text, 80, "%s %lld x %s (%s)", verb, (long long)c->count, amp_dtype_name((amp_dtype)c->dtype),
                  c->op == (int32_t)AMP_REDUCE_SUM ? "sum" : "max");
@@ -287,7 +288,7 @@ static inline void amp_tcp_pair(amp_tcp *t, int32_t i, const void *out, size_t n
 static inline amp_result amp_tcp_begin(amp_tcp *t, int kind, int64_t count, int32_t dtype, int32_t op, int32_t root) {
     if (t->peers == NULL || t->why[0] != 0) return AMP_ERR_REDUCE;
     if (__atomic_exchange_n(&t->busy, 1, __ATOMIC_ACQUIRE))
-        return amp_tcp_fail(t, "two threads of rank %d make calls at once: each needs an amp_tcp of its own",
+        return amp_tcp_fail(t, "two threads of rank %d make calls at once: each thread needs its own amp_tcp",
                             (int)t->rank);
     t->call.kind = kind;
     t->call.count = count;
@@ -652,9 +653,10 @@ static inline void amp_tcp_admit(amp_tcp_join *j, amp_tcp_guest *g) {
     amp_tcp *t = j->t;
     char text[200];
     if (memcmp(h->job, mine.job, sizeof mine.job) != 0) {
-        snprintf(text, sizeof text, "rank 0 of the job \"%.63s\" listens there, this is \"%.63s\"", mine.job, h->job);
+        snprintf(text, sizeof text, "rank 0 of the job \"%.63s\" listens there, and this rank is of the job "
+                                    "\"%.63s\"", mine.job, h->job);
         amp_tcp_say(t, g->fd, amp_tcp_other_job, text);
-        amp_tcp_turn_away(j, g, "is of another job");
+        amp_tcp_turn_away(j, g, "belongs to another job");
         return;
     }
     j->met++;
@@ -678,7 +680,7 @@ static inline void amp_tcp_accept_peer(amp_tcp_join *j, amp_tcp_guest *g) {
     const amp_tcp_hello *h = &g->hello;
     int *place;
     if (h->key != j->t->key || h->rank <= j->t->rank || h->rank >= j->t->world) {
-        amp_tcp_turn_away(j, g, "is of another run of this job");
+        amp_tcp_turn_away(j, g, "belongs to another run of this job");
         return;
     }
     place = h->purpose == (int32_t)amp_tcp_brings_data ? &j->t->peers[h->rank].data : &j->t->peers[h->rank].words;
@@ -694,14 +696,14 @@ static inline int amp_tcp_greet(amp_tcp_join *j, amp_tcp_guest *g) {
     if (n < 0 && amp_tcp_would_wait()) return 0;
     if (n > 0 && (g->heard += (size_t)n) < sizeof g->hello) return 0;
     g->hello.job[sizeof g->hello.job - 1] = 0;
-    if (n <= 0) amp_tcp_turn_away(j, g, "closed its connection without a word");
-    else if (g->hello.magic != amp_tcp_magic) amp_tcp_turn_away(j, g, "does not speak like amp_tcp");
+    if (n <= 0) amp_tcp_turn_away(j, g, "closed its connection before it sent anything");
+    else if (g->hello.magic != amp_tcp_magic) amp_tcp_turn_away(j, g, "does not use the protocol of amp_tcp");
     else if (!amp_tcp_same_secret(g->hello.secret, j->secret)) {
         amp_tcp_say(j->t, g->fd, amp_tcp_other_job, "its secret (.secret, AMP_TCP_SECRET) is not that of rank 0");
         amp_tcp_turn_away(j, g, "has another secret");
     } else if (g->hello.purpose != (int32_t)amp_tcp_joins) amp_tcp_accept_peer(j, g);
     else if (j->t->rank == 0 && j->t->key == 0) amp_tcp_admit(j, g);
-    else amp_tcp_turn_away(j, g, "came to join when all ranks were there");
+    else amp_tcp_turn_away(j, g, "tried to join after all ranks had joined");
     return 1;
 }
 
@@ -714,7 +716,7 @@ static inline void amp_tcp_take_guests(amp_tcp_join *j) {
         if (fd < 0) continue;
         if (j->n_guests == j->most_guests) {
             for (k = oldest = 0; k < j->n_guests; k++) if (j->guests[k].since < j->guests[oldest].since) oldest = k;
-            amp_tcp_turn_away(j, &j->guests[oldest], "said nothing");
+            amp_tcp_turn_away(j, &j->guests[oldest], "sent nothing");
             j->guests[oldest] = j->guests[--j->n_guests];
         }
         g = &j->guests[j->n_guests];
@@ -724,8 +726,8 @@ static inline void amp_tcp_take_guests(amp_tcp_join *j) {
         if (!amp_tcp_greet(j, g)) j->n_guests++;
     }
     if (errno == EMFILE || errno == ENFILE)
-        (void)amp_tcp_fail(j->t, "rank %d cannot open more files, and a world of %d needs %d connections: ulimit -n",
-                           (int)j->t->rank, (int)j->t->world, 2 * (int)j->t->world - 2);
+        (void)amp_tcp_fail(j->t, "rank %d cannot open more files, and a world of %d needs %d connections: raise "
+                           "ulimit -n", (int)j->t->rank, (int)j->t->world, 2 * (int)j->t->world - 2);
 }
 
 /* Reads what ranks say that have joined: one may tell of a failure. */
@@ -863,7 +865,7 @@ static inline amp_result amp_tcp_make_secret(amp_tcp_join *j) {
     int i;
     if (j->secret[0] != 0) return AMP_OK;
     if (!amp_tcp_random(bytes, sizeof bytes))
-        return amp_tcp_fail(j->t, "no random numbers from /dev/urandom for a secret: set AMP_TCP_SECRET on all ranks");
+        return amp_tcp_fail(j->t, "/dev/urandom gives no random numbers for a secret: set AMP_TCP_SECRET on all ranks");
     for (i = 0; i < 16; i++) snprintf(j->secret + 2 * i, 3, "%02x", bytes[i]);
     return AMP_OK;
 }
@@ -910,7 +912,7 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     else if (file != NULL) (void)amp_tcp_fail(t, "%.150s was written by another rank 0", file);
     for (i = 1; i < t->world && t->why[0] == 0; i++)
         if (t->peers[i].words < 0)
-            return amp_tcp_fail(t, "rank %d has not come within %d ms: %d of %d ranks are here%s", (int)i,
+            return amp_tcp_fail(t, "rank %d has not joined within %d ms: %d of %d ranks are here%s", (int)i,
                                 (int)t->timeout_ms, (int)j->met + 1, (int)t->world, amp_tcp_strangers(j, strangers));
     t->key = amp_tcp_new_key();
     j->deadline = amp_tcp_now() + t->timeout_ms;
@@ -1002,7 +1004,7 @@ static inline int amp_tcp_reach(amp_tcp_join *j, int32_t rank, amp_tcp_purpose p
 static inline amp_result amp_tcp_follow(amp_tcp_join *j) {
     amp_tcp *t = j->t;
     char host[256] = "";
-    const char *why = "no file yet";
+    const char *why = "there is no file yet";
     amp_tcp_word word;
     int32_t i;
     while (t->peers[0].words < 0 && t->why[0] == 0) {

@@ -95,7 +95,7 @@ static inline const char *bpe_entry(bpe *t, json *j, char *key, int64_t *used) {
     if (length < 0) memcpy(t->text + *used, key, (size_t)(length = (int64_t)strlen(key)));
     else {
         slot = bpe_slot(t, t->text + *used, length);
-        if (t->by_text[slot] >= 0) return "a token is there twice";
+        if (t->by_text[slot] >= 0) return "a token appears twice";
         t->by_text[slot] = (int32_t)id;
     }
     t->tokens[id].at = *used;
@@ -133,8 +133,8 @@ static inline int bpe_vocab(bpe *t, const char *path, const char *text, size_t b
         char byte = (char)i;
         t->byte_token[i] = bpe_find(t, &byte, 1);
         if (t->byte_token[i] < 0)
-            return st_fail(ST_ERR_FORMAT, "%s: no token for byte %lld: not a byte-level vocabulary", path,
-                                (long long)i);
+            return st_fail(ST_ERR_FORMAT, "%s: there is no token for byte %lld, so this is not a byte-level "
+                                          "vocabulary", path, (long long)i);
     }
     t->end_of_text = bpe_find(t, "<|endoftext|>", 13);
     return ST_OK;
@@ -160,7 +160,7 @@ static inline const char *bpe_merge_line(bpe *t, const char *line, int64_t n, in
     second = first > 0 ? bpe_bytes(t, space + 1, line + n - space - 1, scratch + first) : 0;
     if (first < 1 || second < 1) return "must be two tokens in GPT-2's writing of bytes";
     m = bpe_pair(t, bpe_find(t, scratch, first), bpe_find(t, scratch + first, second));
-    if (m->result >= 0) return "this merge is there twice";
+    if (m->result >= 0) return "this merge appears twice";
     m->left = bpe_find(t, scratch, first);
     m->right = bpe_find(t, scratch + first, second);
     m->rank = rank;

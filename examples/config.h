@@ -214,9 +214,10 @@ static inline amp_result config_check(config_model *m, const config_rules *rules
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && json_member(&j, key, &value); more = json_take(&j, ',')) {
         if (++keys > MOST_KEYS)
-            return ex_fail(AMP_ERR_FORMAT, "%s: more than %d keys: not of a model", m->path, MOST_KEYS);
+            return ex_fail(AMP_ERR_FORMAT, "%s: there are more than %d keys, so this is not the description of a "
+                                           "model", m->path, MOST_KEYS);
         if (key[0] != 0 && config_get(m, key, &first) && first.at != value.at)
-            return config_refuse(m, key, "is there twice, the second time as %.*s: drop one",
+            return config_refuse(m, key, "appears twice, the second time as %.*s: drop one",
                                  (int)(value.end - value.at < 60 ? value.end - value.at : 60), value.at);
         if (config_find_only(config_only_of_all, key, value, &ok) || config_find_only(rules->only, key, value, &ok)) {
             if (!ok) return config_refuse(m, key, "this kind of model is not supported");

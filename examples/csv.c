@@ -50,7 +50,7 @@ static void read_csv(const char *path) {
         rows++;
     }
     fclose(file);
-    if (rows < 10 * BATCH) stop(path, number, "fewer than 320 rows");
+    if (rows < 10 * BATCH) stop(path, number, "the file has fewer than 320 rows");
 }
 
 /* Mean 0 and deviation 1 in each column; every tenth row goes to the end, for validation.  Returns how many stay. */

@@ -99,7 +99,7 @@ int main(int argc, char **argv) {
     int failed = 0;
     desc.world = argc > 1 ? atoi(argv[1]) : 2;
     if (desc.world < 1 || desc.world > MOST_RANKS)
-        return fprintf(stderr, "ranks: \"%s\", must be 1 to %d\n", argv[1], MOST_RANKS), 2;
+        return fprintf(stderr, "ranks: \"%s\" must be 1 to %d\n", argv[1], MOST_RANKS), 2;
     CHECK(amp_ranks_create(&ranks, &desc));
     for (int i = 0; i < desc.world; i++) {
         CHECK(amp_ranks_reducer(ranks, i, &all[i].reducer));

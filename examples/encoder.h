@@ -250,7 +250,7 @@ static inline amp_result encoder_prepare(encoder *e, const int64_t *windows) {
     for (layer = 0; layer < c->layers; layer++) {
         e->windows[layer] = windows != NULL ? windows[layer] : c->window;
         if (e->windows[layer] < 0 || e->windows[layer] > ENCODER_WINDOW)
-            return ex_fail(AMP_ERR_RANGE, "a window of %lld", (long long)e->windows[layer]);
+            return ex_fail(AMP_ERR_RANGE, "a window of %lld is outside its range", (long long)e->windows[layer]);
     }
     EX_TRY(amp_alloc(e->amp, &zeros, tokens * (int64_t)sizeof *e->no_types));
     e->no_types = (int32_t *)zeros;
@@ -299,7 +299,7 @@ static inline amp_result encoder_forward(encoder *e, const encoder_input *in, co
     const encoder_config *c = &e->config;
     if (in->batch < 1 || in->seq < 1 || in->batch > c->batch || in->batch * in->seq > c->batch * c->seq ||
         in->seq > c->seq)
-        return ex_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, the model was created for %lld x %lld",
+        return ex_fail(AMP_ERR_RANGE, "a batch of %lld x %lld tokens, but the model was created for %lld x %lld",
                             (long long)in->batch, (long long)in->seq, (long long)c->batch, (long long)c->seq);
     EX_TRY(model_tape_begin(e->tape, backward));
     (void)encoder_record(e, in);

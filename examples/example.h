@@ -178,11 +178,11 @@ static inline amp_result ex_device_open(amp_context **amp, amp_desc *desc, const
     desc->device = (int32_t)index;
     if (amp_open(amp, desc) == AMP_OK) return AMP_OK;
     if (!any) return ex_fail(AMP_ERR_DEVICE, "%s", amp_last_error());
-    fprintf(stderr, "on the CPU, because no GPU can be used: %s\n", amp_last_error());
+    fprintf(stderr, "this runs on the CPU, because no GPU can be used: %s\n", amp_last_error());
     desc->backend = NULL;
 #else
     if (!any)
-        return ex_fail(AMP_ERR_NAME, "this build has only the CPU: compile with -DUSE_CUDA, link amp_cuda.o");
+        return ex_fail(AMP_ERR_NAME, "this build has the CPU only: compile with -DUSE_CUDA and link amp_cuda.o");
 #endif
     return amp_open(amp, desc);
 }

@@ -118,7 +118,7 @@ int main(int argc, char **argv) {
     if (folder != NULL && access(path, R_OK) == 0) check(ex_st(wordpiece_open(&words, path, 0)));
     else wordpiece_bytes(&words);
     texts = read_texts(argv[1], &n, &classes);
-    if (classes > 64) return fprintf(stderr, "%d classes, at most 64\n", (int)classes), 2;
+    if (classes > 64) return fprintf(stderr, "there are %d classes, and at most 64 are allowed\n", (int)classes), 2;
     train = n - n / 10;
     check(amp_open(&amp, NULL));
     check(amp_query_choice(amp, &choice));

@@ -1,8 +1,8 @@
-/* flags.h - flags of a program: one table drives parsing, checking and --help.
+/* flags.h - flags of a program: its tables drive parsing, checking and --help.
  *
- * A program defines flag_given with its table; flag_read reads the command line, flag_parse_all writes all values into
+ * A program defines flag_given with its tables; flag_read reads the command line, flag_parse_all writes all values into
  * the program's settings.  A FLAG_SETTING is a key of amp_settings, which says what is legal.  flag_refuse: the error
- * text "--name value: why".  Tables that several programs have are .shared. */
+ * text "--name value: why". */
 #ifndef EXAMPLE_FLAGS_H
 #define EXAMPLE_FLAGS_H
 
@@ -25,17 +25,20 @@ typedef struct flag_row {
     const char *words, *help;
 } flag_row;
 
-/* A table that several programs have, and where in their settings its fields begin. */
-typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
+/* The help of a flag for ex_device_open. */
+static const char flag_device_help[] = "The device: cpu, cuda, or cuda:1 and so on. With auto, it is the first GPU, if "
+                                       "this build and this machine have one, and else the CPU.";
 
-/* The flags of this program, which defines it with its table, its name and the texts of --help.  text: the values
+/* A table, and where in the program's settings its fields begin: several programs can have the same table. */
+typedef struct flag_part { const flag_row *options; int n; size_t at; } flag_part;
+#define FLAG_ROWS(table) (int)(sizeof table / sizeof *table)
+
+/* The flags of this program, which defines it with its tables, its name and the texts of --help.  text: the values
    given on the command line or else in the program's other sources. */
-enum { FLAG_MOST = 128, FLAG_PARTS = 2 };
+enum { FLAG_MOST = 128, FLAG_PARTS = 8 };
 typedef struct flag_program {
     const char *program, *summary;
-    const flag_row *options;
-    int n;
-    flag_part shared[FLAG_PARTS];
+    flag_part parts[FLAG_PARTS];    /* in the order of --help */
     const char *ending;             /* of --help */
     const char *text[FLAG_MOST];
     int on_command_line[FLAG_MOST];
@@ -43,23 +46,18 @@ typedef struct flag_program {
 } flag_program;
 static flag_program flag_given;
 
-/* Flags are counted through all tables, the program's own first. */
+/* Flags are counted through all tables. */
 static inline int flag_count(void) {
-    int n = flag_given.n, part;
-    for (part = 0; part < FLAG_PARTS; part++) n += flag_given.shared[part].n;
+    int n = 0, part;
+    for (part = 0; part < FLAG_PARTS; part++) n += flag_given.parts[part].n;
     return n;
 }
 /* Flag i, and in *field, unless NULL, where its value lies in the settings. */
 static inline const flag_row *flag_place(int i, size_t *field) {
-    const flag_row *o = flag_given.options;
-    size_t at = 0;
-    int n = flag_given.n, part;
-    for (part = 0; i >= n && part < FLAG_PARTS; part++) {
-        i -= n;
-        o = flag_given.shared[part].options; n = flag_given.shared[part].n; at = flag_given.shared[part].at;
-    }
-    if (field != NULL) *field = at + o[i].field;
-    return &o[i];
+    const flag_part *part = flag_given.parts;
+    while (i >= part->n) i -= (part++)->n;
+    if (field != NULL) *field = part->at + part->options[i].field;
+    return &part->options[i];
 }
 static inline const flag_row *flag_at(int i) { return flag_place(i, NULL); }
 static inline int flag_is_setting(const flag_row *o) {
@@ -73,6 +71,10 @@ static inline int flag_index(const char *name) {
     return -1;
 }
 static inline int flag_was_given(const char *name) { return flag_given.on_command_line[flag_index(name)]; }
+/* Place of a CHOICE's value among its words. */
+static inline int flag_choice_place(const char *name, const char *value) {
+    return ex_word_place(flag_at(flag_index(name))->words, value);
+}
 
 /* Sets the error text "--name value: why". */
 static inline amp_result flag_refuse(const char *name, const char *format, ...) __attribute__((format(printf, 2, 3)));
@@ -117,7 +119,7 @@ static inline amp_result flag_parse_number(const flag_row *o, const char *text, 
     errno = 0;
     x = o->type == FLAG_INTEGER ? (double)strtoll(text, &end, 10) : strtod(text, &end);
     if (end == text || *end != 0 || !amp_is_finite_f64(&x) || (o->type == FLAG_INTEGER && errno == ERANGE))
-        return flag_refuse(o->name, "is not a %s; must be %s", o->type == FLAG_INTEGER ? "whole number" : "number",
+        return flag_refuse(o->name, "is not a %s; it must be %s", o->type == FLAG_INTEGER ? "whole number" : "number",
                       flag_legal_text(o, legal, sizeof legal));
     if (x < o->lowest || x > o->highest)
         return flag_refuse(o->name, "must be %s", flag_legal_text(o, legal, sizeof legal));
@@ -221,21 +223,48 @@ static inline amp_result flag_parse_all(void *set) {
     return AMP_OK;
 }
 
+enum { FLAG_COLUMNS = 100, FLAG_INDENT = 21 };
+
+/* Prints words from column `indent` on, in lines of FLAG_COLUMNS that begin there. */
+static inline void flag_print_words(const char *text, int indent) {
+    int column = indent;
+    while (*text != 0) {
+        int n = (int)strcspn(text, " ");
+        if (column > indent && column + 1 + n > FLAG_COLUMNS) {
+            printf("\n%*s", indent, "");
+            column = indent;
+        } else if (column > indent) column += printf(" ");
+        column += printf("%.*s", n, text);
+        text += n;
+        text += strspn(text, " ");
+    }
+    printf("\n");
+}
+
+/* One flag: its name, what it does, its default and what is legal. */
+static inline void flag_print(const flag_row *o) {
+    char left[80], legal[128], text[600];
+    int used = snprintf(left, sizeof left, "  --%s", o->name);
+    printf("%-*s", FLAG_INDENT, left);
+    if (used >= FLAG_INDENT) printf("\n%*s", FLAG_INDENT, "");
+    flag_print_words(o->help, FLAG_INDENT);
+    if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH) return;
+    used = snprintf(text, sizeof text, "default %s", *o->initial != 0 ? o->initial : "empty");
+    if (o->type == FLAG_CHOICE) snprintf(text + used, sizeof text - (size_t)used, "; one of: %s", o->words);
+    if (o->type == FLAG_SETTING)
+        snprintf(text + used, sizeof text - (size_t)used, "; key in files of settings: %s", o->words);
+    if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER)
+        snprintf(text + used, sizeof text - (size_t)used, "; %s", flag_legal_text(o, legal, sizeof legal));
+    printf("%*s", FLAG_INDENT + 2, "");
+    flag_print_words(text, FLAG_INDENT + 2);
+}
+
 static inline void flag_print_help(void) {
     int i;
     printf("%s - %s\n\nusage: %s [--flag value ...]\n", flag_given.program, flag_given.summary, flag_given.program);
     for (i = 0; i < flag_count(); i++) {
-        const flag_row *o = flag_at(i);
-        char left[40], legal[128];
-        if (o->type == FLAG_HEADING) { printf("\n%s\n", o->name); continue; }
-        snprintf(left, sizeof left, "--%s", o->name);
-        printf("  %-18s %s\n", left, o->help);
-        if (o->type == FLAG_SWITCH || o->type == FLAG_SETTING_SWITCH) continue;
-        printf("  %-18s   default %s", "", *o->initial != 0 ? o->initial : "empty");
-        if (o->type == FLAG_CHOICE) printf("; one of: %s", o->words);
-        if (o->type == FLAG_SETTING) printf("; in files: %s", o->words);
-        if (o->type == FLAG_INTEGER || o->type == FLAG_NUMBER) printf("; %s", flag_legal_text(o, legal, sizeof legal));
-        printf("\n");
+        if (flag_at(i)->type == FLAG_HEADING) printf("\n%s\n", flag_at(i)->name);
+        else flag_print(flag_at(i));
     }
     printf("\n%s\n", flag_given.ending);
 }

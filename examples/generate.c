@@ -84,7 +84,6 @@ int main(int argc, char **argv) {
     const char *prompt = argc > 2 ? argv[2] : "";
     int64_t wanted = argc > 3 ? atoll(argv[3]) : 100, n, i;
     sampler how = {argc > 4 ? atof(argv[4]) : 0.8, 0, 1};
-    amp_autocast_desc region = {.mode = AMP_MODE_INFERENCE};
     amp_settings settings = {0};
     amp_desc desc = {0};
     gpt_file file;
@@ -100,12 +99,9 @@ int main(int argc, char **argv) {
     check(amp_settings_fill(&settings, NULL, &desc, NULL, NULL, NULL));
     check(amp_open(&amp, &desc));
     check(gpt_file_open(&file, argv[1]));
-    if (file.config.kv_heads > 0) check(ex_fail(AMP_ERR_UNSUPPORTED, "%s is a Llama: llama.c has one", argv[1]));
+    if (file.config.kv_heads > 0) check(ex_fail(AMP_ERR_UNSUPPORTED, "%s is a Llama, and not a GPT-2", argv[1]));
     file.config.batch = file.config.seq = 1;
-    check(amp_autocast_begin(amp, &region));
-    file.config.activations = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    check(amp_autocast_end(amp));
-    if (file.config.activations == AMP_TF32) file.config.activations = AMP_F32;
+    check(model_activations(amp, &file.config.activations));
     stored = file.config.activations;
     check(gpt_create(&model, amp, &file.config));
     check(gpt_file_load(&file, &model));

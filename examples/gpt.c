@@ -188,7 +188,7 @@ int main(int argc, char **argv) {
     amp_context *amp;
     amp_tape *tape;
     gpt model;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number, 1 or more\n", argv[3]), 2;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\" must be a number of 1 or more\n", argv[3]), 2;
     check(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
     check(amp_open(&amp, &desc));
     check(amp_tape_create(amp, &tape, NULL));

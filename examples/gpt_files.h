@@ -140,7 +140,7 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
     file->padded_vocab = gpt_file_i32(p + 28);
     if (c->positions < 1 || c->vocab < 1 || c->layers < 1 || c->layers > 10000 || c->heads < 1 || c->channels < 1 ||
         file->padded_vocab < c->vocab)
-        return ex_fail(AMP_ERR_FORMAT, "%s: the header of the llm.c model file makes no sense", path);
+        return ex_fail(AMP_ERR_FORMAT, "%s: the header of the llm.c model file has impossible sizes", path);
     count = (double)c->channels * ((double)file->padded_vocab + (double)c->positions + 2 +
                                    (double)c->layers * (12 * (double)c->channels + 13));
     if ((double)(file->bytes - GPT_LLMC_HEADER) < count * (file->llmc == 3 ? 4 : 2))

@@ -103,11 +103,11 @@ int main(int argc, char **argv) {
     CHECK(amp_open(&amp, &desc));
     CHECK(amp_query_choice(amp, &choice));
     CHECK(amp_tape_create(amp, &tape, NULL));
-    if (steps < 1) return fprintf(stderr, "steps: 1 or more\n"), 1;
+    if (steps < 1) return fprintf(stderr, "steps must be 1 or more\n"), 1;
     if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
     else CHECK(llama_load(&model, amp, path));
     if (model.config.vocab == VOCAB) sample(1);
-    else printf("%s has %lld tokens, and this program knows bytes\n", path, (long long)model.config.vocab);
+    else printf("%s has %lld tokens, and this program needs a model of bytes\n", path, (long long)model.config.vocab);
     amp_tape_destroy(tape);
     llama_free(&model);
     amp_close(amp);

@@ -44,6 +44,16 @@ typedef struct metrics_line {
     int warned;                     /* 1: the user knows that metrics cannot be written */
 } metrics_line;
 
+static inline amp_result metrics_line_open(metrics_line *m) {
+    m->file = open_memstream(&m->text, &m->bytes);
+    return m->file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
+}
+static inline void metrics_line_close(metrics_line *m) {
+    if (m->file != NULL) fclose(m->file);
+    free(m->text);
+    memset(m, 0, sizeof *m);
+}
+
 /* A full disk is reported once, and training continues: the monitor keeps lines that it cannot write. */
 static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
     if (result != AMP_ERR_WRITE) return result;

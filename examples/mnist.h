@@ -39,7 +39,7 @@ static inline amp_result mnist_idx_items(mnist_idx *file, FILE *stream, const ch
         used += n;
     }
     return used == wanted ? AMP_OK
-        : ex_fail(AMP_ERR_TRUNCATED, "%s: ends before its %lld items", path, (long long)file->count);
+        : ex_fail(AMP_ERR_TRUNCATED, "%s: the file ends before its %lld items", path, (long long)file->count);
 }
 
 static inline amp_result mnist_idx_read(mnist_idx *file, FILE *stream, const char *path) {
@@ -55,7 +55,7 @@ static inline amp_result mnist_idx_read(mnist_idx *file, FILE *stream, const cha
     for (i = 0; i < dims; i++) {
         int64_t n = (int64_t)header[4 * i] << 24 | header[4 * i + 1] << 16 | header[4 * i + 2] << 8 | header[4 * i + 3];
         if (n < 1 || (i > 0 && n > 65536))
-            return ex_fail(AMP_ERR_FORMAT, "%s: a dimension of %lld", path, (long long)n);
+            return ex_fail(AMP_ERR_FORMAT, "%s: a dimension of %lld is outside its range", path, (long long)n);
         if (i == 0) file->count = n;
         else file->size *= n;
     }

@@ -25,6 +25,15 @@ static inline void model_param_describe(amp_context *amp, amp_param *p, const ch
     p->grad.dtype = AMP_F32;
 }
 
+/* The storage dtype of activations: that which a linear layer returns under autocast. */
+static inline amp_result model_activations(amp_context *amp, amp_dtype *out) {
+    EX_TRY(amp_autocast_begin(amp, NULL));
+    *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
+    EX_TRY(amp_autocast_end(amp));
+    if (*out == AMP_TF32) *out = AMP_F32;
+    return AMP_OK;
+}
+
 /* Which weights compute in fp8, if the context does: as users of fp8 do, embeddings, head, first and last block stay in
    bf16; with `all` only embeddings and head.  block: what stands before a block's number in names.  *n_fp8: how many
    compute in it. */
@@ -66,7 +75,7 @@ static inline amp_result model_memory_check(amp_context *amp, int64_t weights, i
     need = (double)weights + 3.0 * (double)grads + (double)activations;     /* AdamW keeps two moments */
     have = (double)(machine.device.memory > 0 ? machine.device.memory : machine.cpu.memory);
     if (have > 0 && need > have)
-        return ex_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, the device has %.1f GB: "
+        return ex_fail(AMP_ERR_MEMORY, "training this model takes about %.1f GB, and the device has %.1f GB: "
                             "use a smaller model, batch or sequence%s", need * 1e-9, have * 1e-9, advice);
     return AMP_OK;
 }

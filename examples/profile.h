@@ -245,7 +245,7 @@ static inline amp_result profile_print(const profile_run *r) {
     }
     profile_print_row(r, &rest);
     if (furthest.name != NULL)
-        printf("  furthest from its floor: %s, %.3f ms a step above it\n", furthest.name,
+        printf("  furthest from its floor: %s, %.3f ms per step above it\n", furthest.name,
                1e3 * lost / (double)r->profile->steps);
     if (machine.rate > 0)
         printf("  floor: the %.1f GFLOP/s of %s, nothing else done, then a copy of as many bytes, on %d threads;\n"

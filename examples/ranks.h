@@ -99,7 +99,8 @@ static inline amp_result ranks_begin(int *argc, char ***argv) {
     return ranks_silence();
 }
 static inline amp_result ranks_join(const char *file, double seconds) {
-    if (*file != 0) return ex_fail(AMP_ERR_CONFLICT, "--rank-file is for ranks without MPI, which finds them itself");
+    if (*file != 0)
+        return ex_fail(AMP_ERR_CONFLICT, "--rank-file is for ranks without MPI, because MPI connects the ranks itself");
     amp_mpi_timeout_ms = (int)(seconds * 1000 + 0.5);
     return AMP_OK;
 }
@@ -144,8 +145,8 @@ static inline amp_result ranks_one_launcher(const ranks_launcher *l, int32_t wor
     for (i = 0; i < ranks_n_launchers; i++) {
         const char *text = getenv(ranks_launchers[i].world);
         if (text != NULL && strtol(text, NULL, 10) > world)
-            return ex_fail(AMP_ERR_CONFLICT, "%s=%.40s, but %s=%d: unset %s and %s, or what the other launcher set",
-                           ranks_launchers[i].world, text, l->world, (int)world, l->rank, l->world);
+            return ex_fail(AMP_ERR_CONFLICT, "%s=%.40s, but %s=%d: unset %s and %s, or the variables of the other "
+                           "launcher", ranks_launchers[i].world, text, l->world, (int)world, l->rank, l->world);
     }
     return AMP_OK;
 }

@@ -473,7 +473,8 @@ static inline int st_read_entry(json *j, st_tensor *t, const unsigned char *data
     bits = st_dtype(e.dtype, &t->type);
     if (bits == 0) return st_fail(ST_ERR_FORMAT, "%s: unknown dtype %s", t->name, e.dtype);
     if (t->ndim > ST_MAX_DIMS)
-        return st_fail(ST_ERR_FORMAT, "%s: %d dimensions, at most %d are read", t->name, (int)t->ndim, ST_MAX_DIMS);
+        return st_fail(ST_ERR_FORMAT, "%s: it has %d dimensions, and at most %d are read", t->name, (int)t->ndim,
+                       ST_MAX_DIMS);
     t->count = st_count(t->ndim, t->shape, 2 * bytes);
     if (t->count < 0) return st_fail(ST_ERR_FORMAT, "%s: the shape does not fit into the file", t->name);
     if (e.begin < 0 || e.end < e.begin || e.end > bytes || (e.end - e.begin) * 8 != t->count * bits)
@@ -493,7 +494,7 @@ static inline int st_read_metadata(st_file *file, json *j) {
     if (json_peek(j) != '{') {
         json_skip(j);
         if (!j->bad && j->at - start.at >= 4 && memcmp(j->at - 4, "null", 4) == 0) return ST_OK;
-        return st_fail(ST_ERR_FORMAT, "__metadata__ is no object of texts");
+        return st_fail(ST_ERR_FORMAT, "__metadata__ is not an object of texts");
     }
     file->metadata = *j;
     json_need(j, '{');
@@ -517,7 +518,7 @@ static inline int st_read_header(st_file *file, json *j, const unsigned char *da
             *j = start;
             json_string(j, NULL, 0);
             if (!j->bad)
-                return st_fail(ST_ERR_FORMAT, "%s...: a name of more than %d bytes, or with a 0 in it", t.name,
+                return st_fail(ST_ERR_FORMAT, "%s...: the name has more than %d bytes, or a zero byte", t.name,
                                (int)sizeof t.name - 1);
         }
         json_need(j, ':');
@@ -560,10 +561,10 @@ static inline int st_check_tensors(st_file *file, const unsigned char *data, int
     if (file->n > 1) qsort(file->tensors, (size_t)file->n, sizeof *file->tensors, st_by_place);
     for (i = 0; i < file->n; at += (int64_t)file->tensors[i++].bytes)
         if (file->tensors[i].data != data + at)
-            return st_fail(ST_ERR_FORMAT, "%s: begins at byte %lld of the data, the one before it ends at %lld",
+            return st_fail(ST_ERR_FORMAT, "%s: it begins at byte %lld of the data, and the one before it ends at %lld",
                            file->tensors[i].name, (long long)(file->tensors[i].data - data), (long long)at);
     if (at != bytes)
-        return st_fail(ST_ERR_FORMAT, "the tensors have %lld bytes, the data after the header %lld", (long long)at,
+        return st_fail(ST_ERR_FORMAT, "the tensors have %lld bytes, and the data after the header %lld", (long long)at,
                        (long long)bytes);
     if (file->n > 1) qsort(file->tensors, (size_t)file->n, sizeof *file->tensors, st_by_name);
     for (i = 1; i < file->n; i++)
@@ -633,11 +634,12 @@ static inline int st_open(st_file *file, const void *bytes, size_t size) {
     int i;
     memset(file, 0, sizeof *file);
     if (bytes == NULL) return st_fail(ST_ERR_NULL, "st_open: bytes is NULL");
-    if (size > (size_t)-1 / 1024) return st_fail(ST_ERR_SIZE, "st_open: a size of %zu: did the read fail?", size);
-    if (size < 8) return st_fail(ST_ERR_TRUNCATED, "a safetensors file has at least 8 bytes, this one %zu", size);
+    if (size > (size_t)-1 / 1024) return st_fail(ST_ERR_SIZE, "st_open: the size is %zu: did the read fail?", size);
+    if (size < 8)
+        return st_fail(ST_ERR_TRUNCATED, "a safetensors file has at least 8 bytes, and this one has %zu", size);
     for (i = 7; i >= 0; i--) header = header << 8 | data[i];
     if (header > size - 8)
-        return st_fail(ST_ERR_FORMAT, "not a safetensors file (PyTorch's .bin and Git LFS's pointers are none), or one "
+        return st_fail(ST_ERR_FORMAT, "not a safetensors file (PyTorch's .bin and Git LFS's pointers are not), or one "
                                       "that ends in its header");
     result = st_verify(data, size, 8 + (size_t)header);
     if (result != ST_OK) return result;
@@ -711,11 +713,11 @@ static inline int st_write_text(st_writer *w, const char *key, const char *value
     if (key == NULL || value == NULL)
         return st_write_fail(w, st_fail(ST_ERR_NULL, "st_write_text: key or value is NULL"));
     if (w->tensors > 0 || w->file != NULL)
-        return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_text: %.100s comes after a tensor, texts go first",
-                                        key));
+        return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_text: %.100s comes after a tensor, and texts must "
+                                                      "come first", key));
     if (w->in_meta && !w->header.failed &&
         json_value(json_open(w->header.text + sizeof start - 1, w->header.used - sizeof start + 1), key, &there))
-        return st_write_fail(w, st_fail(ST_ERR_NAME, "st_write_text: %.100s is there twice", key));
+        return st_write_fail(w, st_fail(ST_ERR_NAME, "st_write_text: %.100s is named twice", key));
     json_add(&w->header, "%s\"", w->in_meta ? "," : "{\"__metadata__\":{");
     w->in_meta = 1;
     json_add_escaped(&w->header, key);
@@ -788,7 +790,7 @@ static inline int st_write_floats(st_writer *w, const float *values, int64_t n) 
     int64_t i;
     if (w->file == NULL) return st_write_fail(w, st_fail(ST_ERR_STATE, "st_write_floats: before st_write_begin"));
     if (n < 0 || n > (w->offset - w->written) / 4)
-        return st_write_fail(w, st_fail(ST_ERR_SIZE, "st_write_floats: %lld elements, the named tensors lack %lld",
+        return st_write_fail(w, st_fail(ST_ERR_SIZE, "st_write_floats: %lld elements, but the named tensors lack %lld",
                                         (long long)n, (long long)((w->offset - w->written) / 4)));
     if (values == NULL && n > 0) return st_write_fail(w, st_fail(ST_ERR_NULL, "st_write_floats: values is NULL"));
     out = w->file + 8 + w->header.used + w->written;

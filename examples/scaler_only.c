@@ -60,7 +60,7 @@ int main(int argc, char **argv) {
     amp_grad_set_desc ranges = {0};
     amp_desc settings = {0};
     int skipped = 0, steps = argc > 1 ? atoi(argv[1]) : 2000;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number, 1 or more\n", argv[1]), 2;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\" must be a number of 1 or more\n", argv[1]), 2;
 
     desc.init_scale = 16777216;             /* 2^24: much too high */
     desc.growth_interval = 200;             /* clean steps until it doubles; the default is 2000 */

@@ -24,41 +24,45 @@ typedef struct settings {
 #define FIELD(name) offsetof(settings, name)
 static const flag_row options[] = {
     {"Search", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"precisions", FLAG_TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL, "list of fp32, tf32, fp16, bf16, fp8"},
+    {"precisions", FLAG_TEXT, FIELD(precisions), "fp32,fp16,bf16", 0, 0, NULL,
+     "The precisions to try: a list of fp32, tf32, fp16, bf16, fp8."},
     {"lrs", FLAG_TEXT, FIELD(lrs), "1e-3,4e-3", 0, 0, NULL,
-     "list of learning rates; random: from the least to the largest"},
-    {"batches", FLAG_TEXT, FIELD(batches), "8,16", 0, 0, NULL, "list of batch sizes, in sequences"},
-    {"search", FLAG_CHOICE, FIELD(search), "grid", 0, 0, "grid random", "every combination, or some at random"},
+     "The list of learning rates to try. A random search takes any from the lowest to the highest."},
+    {"batches", FLAG_TEXT, FIELD(batches), "8,16", 0, 0, NULL, "The list of batch sizes to try, in sequences."},
+    {"search", FLAG_CHOICE, FIELD(search), "grid", 0, 0, "grid random",
+     "grid tries every combination, and random tries some of them."},
     {"trials", FLAG_INTEGER, FIELD(trials), "auto", 1, 100000, "auto=0",
-     "at most; auto: the whole grid, or 20 at random"},
-    {"steps", FLAG_INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "optimizer steps of each trial"},
+     "The largest number of trials. With auto, it is the whole grid, or 20 with --search random."},
+    {"steps", FLAG_INTEGER, FIELD(steps), "200", 2, 1e9, NULL, "The number of optimizer steps per trial."},
     {"tokens", FLAG_INTEGER, FIELD(tokens), "off", 1, 1e15, "off=0",
-     "tokens of each trial instead of --steps, so that large batches do not see more"},
-    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "of weights, data order and the random search"},
+     "The number of tokens per trial, which replaces --steps, so that large batches do not learn from more tokens."},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 1e15, NULL, "The seed of weights, data order and the random search."},
 
     {"Model and data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"layers", FLAG_INTEGER, FIELD(layers), "2", 1, 1000, NULL, "blocks"},
-    {"heads", FLAG_INTEGER, FIELD(heads), "4", 1, 4096, NULL, "attention heads; must divide the channels"},
-    {"channels", FLAG_INTEGER, FIELD(channels), "128", 1, 65536, NULL, "width"},
-    {"seq", FLAG_INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "tokens in a sequence"},
-    {"data", FLAG_TEXT, FIELD(data), "amp.h", 0, 0, NULL, "text, read as bytes, or several by a pattern in quotes"},
+    {"layers", FLAG_INTEGER, FIELD(layers), "2", 1, 1000, NULL, "The number of blocks."},
+    {"heads", FLAG_INTEGER, FIELD(heads), "4", 1, 4096, NULL,
+     "The number of attention heads, which must divide the channels."},
+    {"channels", FLAG_INTEGER, FIELD(channels), "128", 1, 65536, NULL, "The width."},
+    {"seq", FLAG_INTEGER, FIELD(seq), "64", 1, 1 << 20, NULL, "The number of tokens in a sequence."},
+    {"data", FLAG_TEXT, FIELD(data), "amp.h", 0, 0, NULL,
+     "The text to learn, read as bytes. A pattern in quotes means several files."},
     {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
-     "part of the data, at its end, kept for validation"},
+     "The part of the data, at its end, that is kept for validation."},
     {"eval-batches", FLAG_INTEGER, FIELD(eval_batches), "16", 1, 1e9, NULL,
-     "batches of 8 sequences in a validation, at most"},
+     "The largest number of batches, of 8 sequences each, in a validation."},
 
     {"Run", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", FLAG_TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL, "JSON lines, one for each trial"},
-    {"again", FLAG_SWITCH, FIELD(again), "off", 0, 0, NULL, "start over: existing records are deleted"},
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "CPU threads"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"out", FLAG_TEXT, FIELD(out), "out/sweep.jsonl", 0, 0, NULL,
+     "The file for the records, one JSON line per trial."},
+    {"again", FLAG_SWITCH, FIELD(again), "off", 0, 0, NULL, "Deletes the existing records and starts over."},
+    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_INTEGER, FIELD(threads), "all", 1, 1024, "all=0", "The number of CPU threads."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "sweep", .summary = "searches precision, learning rate and batch size with amp.h",
-    .options = options, .n = (int)(sizeof options / sizeof *options),
-    .ending = "Ctrl-C stops; run again to continue the search.\n"
+    .program = "sweep", .summary = "searches for the best precision, learning rate and batch size with amp.h",
+    .parts = {{options, FLAG_ROWS(options), 0}},
+    .ending = "Ctrl-C stops the search. Run the program again to continue it.\n"
               "Exit codes: 0 done, 1 no trial finished, 2 refused, 130 stopped by Ctrl-C."
 };
 
@@ -110,7 +114,7 @@ static amp_result read_list(const char *flag, const char *text, const char *lega
         snprintf(word, sizeof word, "%.*s", (int)length, at);
         EX_TRY(list_item(flag, word, legal, &out->x[out->n]));
         for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n])
-            return flag_refuse(flag, "%.20s is there twice", word);
+            return flag_refuse(flag, "%.20s is named twice", word);
         out->n++;
         at += length;
     }
@@ -348,7 +352,7 @@ static void take_outcomes(session *r) {
 /* Why training has diverged, or NULL.  recent: mean of the last losses read. */
 static const char *divergence(const session *r, double recent) {
     if (!amp_is_finite_f64(&recent)) return "the loss is infinite or NaN";
-    if (r->at_floor) return "the loss scale is at its floor, and steps still overflow";
+    if (r->at_floor) return "the loss scale is at its lowest value, and steps still overflow";
     if (recent > r->trial->first) return "the loss is above that of the first step";
     return NULL;
 }
@@ -495,7 +499,7 @@ static amp_result open_data(search *s) {
     s->split = info.tokens - (int64_t)(s->set.validation * (double)info.tokens);
     if (s->end - s->split < 8 * s->set.seq + 1)
         return flag_refuse("validation",
-                      "leaves %lld tokens, validation takes at least %lld: use more data or a smaller --seq",
+                      "leaves %lld tokens, and validation takes at least %lld: use more data or a smaller --seq",
                       (long long)(s->end - s->split), (long long)(8 * s->set.seq + 1));
     return AMP_OK;
 }
@@ -546,8 +550,8 @@ int main(int argc, char **argv) {
         print_trial(&s, i);
     }
     found = print_table(&s, i);
-    printf("%lld trials run, %lld known before; records in %s%s\n", (long long)run, (long long)(i - run), s.set.out,
-           ex_stop_requested ? "; run again to continue" : "");
+    printf("%lld trials ran, and %lld were known before; the records are in %s%s\n", (long long)run,
+           (long long)(i - run), s.set.out, ex_stop_requested ? "; run again to continue" : "");
     if (lost > 0) printf("%lld of them have no record: %s could not be written\n", (long long)lost, s.set.out);
     fclose(s.file);
     free(s.trials);

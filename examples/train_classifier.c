@@ -9,128 +9,111 @@
  * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
  * writes it, with its vocab.txt and config.json beside it.  On a GPU and on several processes: as train_gpt.c.
  *
- * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_optimizer, which makes the
- * scaler, model_tape_begin, the region, forward_loss, the gradient at its scale, and train_batch, the rest of a
- * step; the model is encoder.h. */
+ * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_context, training_open_scaler
+ * and open_optimizer, which set it up, model_tape_begin, the region, forward_loss, the gradient at its scale, and
+ * train_batch, the rest of a step; the model is encoder.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "encoder_files.h"
-#include "metrics.h"
 #include "progress.h"
-#include "training_flags.h"
+#include "training_report.h"
 #include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
 
 typedef struct settings {
-    amp_settings amp;               /* from flags, --config and --env */
-    rank_settings ranks;
-    const char *data, *valid, *vocab, *init, *model, *out, *save, *resume, *metrics, *device, *config;
-    int64_t classes, cased, seq, layers, heads, hidden, intermediate, allow_fallback, env;
-    int64_t batch, epochs, seed, shuffle_off, save_interval, stop_after, compat, compat_scale, help;
-    int64_t accumulation;           /* as .amp has it, with its default */
+    training_settings training;
+    const char *data, *valid, *vocab, *init, *model;
+    int64_t classes, cased, seq, layers, heads, hidden, intermediate;
+    int64_t batch, epochs, seed, shuffle_off, compat, compat_scale, help;
+    int64_t accumulation;           /* as .training.amp has it, with its default */
     double validation, dropout, lr, warmup, weight_decay;
 } settings;
 
 #define FIELD(name) offsetof(settings, name)
-#define HUGE_COUNT 9e15
 
-static const flag_row options[] = {
+static const flag_row model_flags[] = {
     {"Data", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"data", FLAG_TEXT, FIELD(data), "", 0, 0, NULL,
-     "labelled text, one \"label<TAB>text\" a line; empty: made-up sentences"},
-    {"valid", FLAG_TEXT, FIELD(valid), "", 0, 0, NULL, "labelled text to evaluate on; empty: part of --data"},
+     "Labelled text, one \"label<TAB>text\" per line. If empty, the program learns made-up sentences."},
+    {"valid", FLAG_TEXT, FIELD(valid), "", 0, 0, NULL,
+     "Labelled text to evaluate on. If empty, it is a part of --data."},
     {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,
-     "part of the data, chosen at random, that is only evaluated on"},
+     "The part of the data, chosen at random, that is only evaluated on."},
     {"classes", FLAG_INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0",
-     "number of labels; auto: as many as the data has"},
+     "The number of labels. With auto, it is as many as the data has."},
     {"vocab", FLAG_TEXT, FIELD(vocab), "", 0, 0, NULL,
-     "vocab.txt of WordPiece; empty: the one beside --init, or else bytes are the tokens (made-up sentences bring "
-     "theirs)"},
-    {"cased", FLAG_SWITCH, FIELD(cased), "off", 0, 0, NULL, "the vocabulary has upper case and accents"},
+     "The vocab.txt of WordPiece. If empty, it is the one beside --init, and without one, bytes are the tokens. The "
+     "made-up sentences have their own."},
+    {"cased", FLAG_SWITCH, FIELD(cased), "off", 0, 0, NULL, "Says that the vocabulary has upper case and accents."},
     {"seq", FLAG_INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
-     "most tokens of a text, with [CLS] and [SEP]; longer ones are cut"},
+     "The largest number of tokens in a text, with [CLS] and [SEP]. Longer texts are cut."},
 
     {"Model", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"model", FLAG_CHOICE, FIELD(model), "tiny", 0, 0, "tiny mini small base large",
-     "size of a model with random weights"},
-    {"layers", FLAG_INTEGER, FIELD(layers), "model", 1, 1000, "model=0", "layers"},
-    {"heads", FLAG_INTEGER, FIELD(heads), "model", 1, 4096, "model=0", "attention heads; must divide --hidden"},
-    {"hidden", FLAG_INTEGER, FIELD(hidden), "model", 1, 65536, "model=0", "width"},
+     "The size of a model with random weights."},
+    {"layers", FLAG_INTEGER, FIELD(layers), "model", 1, 1000, "model=0",
+     "The number of layers. With model, it is that of --model."},
+    {"heads", FLAG_INTEGER, FIELD(heads), "model", 1, 4096, "model=0",
+     "The number of attention heads, which must divide --hidden. With model, it is that of --model."},
+    {"hidden", FLAG_INTEGER, FIELD(hidden), "model", 1, 65536, "model=0",
+     "The width. With model, it is that of --model."},
     {"intermediate", FLAG_INTEGER, FIELD(intermediate), "model", 1, 1 << 20, "model=0",
-     "width inside the layers; model: 4 times --hidden"},
-    {"dropout", FLAG_NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL, "on embeddings, branches and the head"},
+     "The width inside the layers. With model, it is 4 times --hidden."},
+    {"dropout", FLAG_NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL,
+     "The dropout rate of embeddings, branches and the head."},
     {"init", FLAG_TEXT, FIELD(init), "", 0, 0, NULL,
-     "start from this safetensors file of a BERT or ELECTRA, with its config.json beside it"},
+     "Starts from the weights in this safetensors file of a BERT or an ELECTRA, with its config.json beside it."},
 
     {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"config", FLAG_TEXT, FIELD(config), "", 0, 0, NULL,
-     "a file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf; flags override it"},
-    {"env", FLAG_SWITCH, FIELD(env), "off", 0, 0, NULL,
-     "the same from the environment, AMP_DTYPE=bf16 and so on, which overrides the file"},
-    {"precision", FLAG_SETTING, FIELD(amp), "auto", 0, 0, "dtype",
-     "dtype of autocast: auto, fp32, tf32, fp16, bf16, fp8 (the linear layers of all blocks but the first and the "
-     "last; what else there is in bf16)"},
-    {"level", FLAG_SETTING, FIELD(amp), "O1", 0, 0, "level",
-     "O0 fp32; O1 cast; O2 16-bit weights with fp32 masters; O3 16-bit weights"},
-    {"policy", FLAG_SETTING, FIELD(amp), "fused", 0, 0, "policy", "table of autocast: fused, torch"},
-    {"allow-fallback", FLAG_SWITCH, FIELD(allow_fallback), "off", 0, 0, NULL,
-     "use the nearest precision if this machine lacks the requested one"},
-    {"device", FLAG_TEXT, FIELD(device), "auto", 0, 0, NULL,
-     "cpu, cuda or cuda:1 and so on; auto: the first GPU, where this build and this machine have one"},
-    {"threads", FLAG_SETTING, FIELD(amp), "all", 0, 0, "threads", "CPU threads, 1 to 1024"},
-    {"nan-action", FLAG_SETTING, FIELD(amp), "skip", 0, 0, "nan_action",
-     "on an anomaly that no scale cures: report, skip, stop"},
-
-    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"precision", FLAG_SETTING, FIELD(training.amp), "auto", 0, 0, "dtype",
+     "The dtype of autocast: auto, fp32, tf32, fp16, bf16 or fp8. With fp8, the linear layers of all blocks but the "
+     "first and the last compute in fp8, and all else in bf16."},
+    {"nan-action", FLAG_SETTING, FIELD(training.amp), "skip", 0, 0, "nan_action",
+     "What to do after an anomaly that no loss scale cures: report, skip or stop."},
+};
+static const flag_row step_flags[] = {
     {"batch", FLAG_INTEGER, FIELD(batch), "16", 1, 1 << 20, NULL,
-     "texts in a rank's micro-batch, padded to its longest; resumed: its share of the checkpoint's"},
-    {"accumulation", FLAG_SETTING, FIELD(amp), "1", 0, 0, "accumulation", "micro-batches in a step"},
-    {"epochs", FLAG_INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL, "passes over the data; 0: only evaluate, and save"},
+     "The number of texts in a micro-batch of a rank, which is padded to its longest text. A resumed run takes its "
+     "share of the batch of the checkpoint."},
+    {"epochs", FLAG_INTEGER, FIELD(epochs), "3", 0, 1 << 20, NULL,
+     "The number of passes over the data. With 0, the program only evaluates the model and saves it."},
     {"lr", FLAG_NUMBER, FIELD(lr), "auto", 0, 100, "auto=-1",
-     "highest learning rate; auto: 5e-5 with --init, else 1e-3"},
+     "The highest learning rate. With auto, it is 5e-5 with --init, or else 1e-3."},
     {"warmup", FLAG_NUMBER, FIELD(warmup), "0.1", 0, 1, NULL,
-     "part of the steps in which the rate rises; then it falls linearly to 0"},
-    {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL, "on matrices only"},
-    {"clip", FLAG_SETTING, FIELD(amp), "1", 0, 0, "clip_norm", "largest gradient norm, or none"},
-    {"moments", FLAG_SETTING, FIELD(amp), "fp32", 0, 0, "moments",
-     "storage of the optimizer's two moments: fp32, bf16, 8bit"},
-    {"shuffle-off", FLAG_SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "keep the file's order in every epoch"},
-    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "of weights, order and dropout"},
+     "The part of the steps in which the learning rate rises. After it, the rate falls linearly to 0."},
+    {"weight-decay", FLAG_NUMBER, FIELD(weight_decay), "0.01", 0, 10, NULL,
+     "The weight decay, which applies to matrices only."},
+    {"shuffle-off", FLAG_SWITCH, FIELD(shuffle_off), "off", 0, 0, NULL, "Keeps the order of the file in every epoch."},
+    {"seed", FLAG_INTEGER, FIELD(seed), "1", 0, 9e15, NULL, "The seed of weights, data order and dropout."},
 
     {"Files", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"out", FLAG_TEXT, FIELD(out), "out", 0, 0, NULL, "folder for all files without a path of their own"},
-    {"save", FLAG_TEXT, FIELD(save), "", 0, 0, NULL,
-     "writes NAME.safetensors and NAME.state; empty: OUT/classifier/model; none: nothing"},
-    {"save-interval", FLAG_INTEGER, FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0", "steps between checkpoints"},
-    {"resume", FLAG_TEXT, FIELD(resume), "", 0, 0, NULL, "continues from NAME.state, with its original flags"},
-    {"stop-after", FLAG_INTEGER, FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
-     "save and stop after this many steps of this session; continue with --resume"},
-    {"metrics", FLAG_TEXT, FIELD(metrics), "", 0, 0, NULL,
-     "JSON lines; empty: OUT/classifier/metrics.jsonl; none: nothing"},
-
-    {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"log-interval", FLAG_SETTING, FIELD(amp), "10", 0, 0, "log_interval",
-     "steps between records in the metrics, or off; every epoch has one"},
-    {"compat", FLAG_SWITCH, FIELD(compat), "off", 0, 0, NULL,
-     "train nothing, but compare every precision with fp32 on two layers of each architecture"},
-    {"compat-scale", FLAG_INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
-     "divides the architectures' vocabularies and widths"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"out", FLAG_TEXT, FIELD(training.out), "out", 0, 0, NULL,
+     "OUT: all files whose path you do not give are in the folder OUT/classifier."},
 };
-static flag_program flag_given = {.program = "train_classifier",
-                              .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
-                              .options = options,
-                              .n = (int)(sizeof options / sizeof *options),
-                              .shared = {{scaler_flags, N_SCALER_FLAGS, FIELD(amp)},
-                                         {rank_flags, N_RANK_FLAGS, FIELD(ranks)}},
-                              .ending = "Ctrl-C saves and stops, and so do kill and a closed terminal.  Exit codes: 0 "
-                                        "done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started "
-                                        "again with --resume, 130 stopped by Ctrl-C."};
-
-/* Not taken over from a checkpoint: they belong to one session. */
-static const char *const session_options[] = {"resume", "threads",    "save", "metrics", "out",
-                                              "device", "stop-after", "help", "config",  "env", NULL};
+static const flag_row report_flags[] = {
+    {"Reports", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"log-interval", FLAG_SETTING, FIELD(training.amp), "10", 0, 0, "log_interval",
+     "The number of steps between two records in the metrics, or off. Every epoch has a record."},
+    {"compat", FLAG_SWITCH, FIELD(compat), "off", 0, 0, NULL,
+     "Compares every precision with fp32 on two layers of each architecture, and trains nothing."},
+    {"compat-scale", FLAG_INTEGER, FIELD(compat_scale), "1", 1, 64, NULL,
+     "Divides the vocabularies and widths of the architectures of --compat by this number."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
+};
+static flag_program flag_given = {
+    .program = "train_classifier", .summary = "fine-tunes an encoder on labelled text in mixed precision with amp.h",
+    .parts = {{model_flags, FLAG_ROWS(model_flags), 0},
+              {precision_flags, FLAG_ROWS(precision_flags), FIELD(training)},
+              {optimizer_flags, FLAG_ROWS(optimizer_flags), FIELD(training)},
+              {step_flags, FLAG_ROWS(step_flags), 0},
+              {file_flags, FLAG_ROWS(file_flags), FIELD(training)},
+              {report_flags, FLAG_ROWS(report_flags), 0},
+              {scaler_flags, FLAG_ROWS(scaler_flags), FIELD(training.amp)},
+              {rank_flags, FLAG_ROWS(rank_flags), FIELD(training.ranks)}},
+    .ending = training_ending
+};
+static const char *const session_options[] = {NULL};        /* of its own, none */
 
 /* ==== Labelled text ============================================================================== */
 
@@ -200,15 +183,15 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
     int64_t length = tab != NULL ? tab - line : 0, place, i;
     uint32_t code;
     if (tab == NULL)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no tab: must be a label, a tab and text", path,
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: there is no tab; a line must be a label, a tab and a text", path,
                             (long long)number);
     if (length == 0)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: no label before the tab", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: there is no label before the tab", path, (long long)number);
     if (length > 200)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a label of %lld bytes", path, (long long)number,
-                            (long long)length);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: the label has %lld bytes, and at most 200 are allowed", path,
+                       (long long)number, (long long)length);
     if (memchr(line, 0, (size_t)length) != NULL)
-        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: a zero byte in the label", path, (long long)number);
+        return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: the label has a zero byte", path, (long long)number);
     for (i = 0; i < length; i += place) {
         place = utf8_read(line + i, length - i, &code);
         if (code == 0xfffd && place == 1)
@@ -220,7 +203,8 @@ static amp_result read_line(text_set *t, label_names *l, const char *path, const
         return ex_fail(AMP_ERR_LABEL, "%s: line %lld: the label %.*s is not in --data", path, (long long)number,
                             (int)length, line);
     if (place >= MOST_LABELS)
-        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: more than %d labels", path, (long long)number, MOST_LABELS);
+        return ex_fail(AMP_ERR_LABEL, "%s: line %lld: there are more than %d labels", path, (long long)number,
+                       MOST_LABELS);
     if (label_number(line, length) < 0) l->numbers = 0;
     item->label = (int32_t)place;
     item->line = number;
@@ -377,7 +361,6 @@ typedef struct run {
     char save[PATH_MAX];            /* NAME of NAME.state and NAME.safetensors; "": nothing.  vocab "": bytes */
     amp_context *amp;
     amp_choice choice;
-    amp_level level;
     label_names labels;             /* n 0: labels are numbers */
     text_set texts, valid;
     int64_t *order;                 /* of texts: without --valid, those to evaluate on come last */
@@ -386,6 +369,7 @@ typedef struct run {
     wordpiece tokenizer;
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
+    int n_fp8;                      /* weights that compute in fp8 */
     int fresh;                      /* parameters of the head that the file did not have */
     int other_labels;               /* 1: the data has labels that the file lacks */
     char described[400];            /* remarks on its config.json, or "" */
@@ -406,8 +390,6 @@ typedef struct run {
     double valid_loss, accuracy;    /* of the last evaluation */
 } run;
 
-static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
-
 /* Refuses flags that are legal alone but not together. */
 static amp_result check_flags(const settings *set) {
     static const char *const of_compat[] = {"compat",         "compat-scale", "level",   "policy",
@@ -420,21 +402,15 @@ static amp_result check_flags(const settings *set) {
         if (flag_given.on_command_line[i] && of_compat[k] == NULL)
             return flag_refuse(name, "contradicts --compat, which has its own models and data");
     }
-    if (set->compat && ranks.world > 1) return flag_refuse("compat", "is for one process");
+    if (set->compat && ranks.world > 1) return flag_refuse("compat", "works in one process only");
     if (flag_was_given("compat-scale") && !set->compat) return flag_refuse("compat-scale", "needs --compat");
-    EX_TRY(rank_flags_check(&set->ranks, set->resume));
-    EX_TRY(scaler_flags_check(&set->amp));
-    if (*set->resume != 0 && flag_was_given("init"))
-        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
-    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
-        return flag_refuse("save-interval", "contradicts --save none");
-    if (set->ranks.sync_every > 0 && set->save_interval % set->ranks.sync_every != 0)
-        return flag_refuse("save-interval", "is no multiple of --sync-every");
-    if (set->amp.nan_action == AMP_NAN_RECOVER)
-        return flag_refuse("nan-action", "recover, here or in settings, is what train_gpt does, and not this program");
-    if (set->amp.memory_efficient || set->amp.tensor_stats_interval > 0)
+    EX_TRY(training_flags_check(&set->training));
+    if (set->training.amp.nan_action == AMP_NAN_RECOVER)
+        return flag_refuse("nan-action", "recover, here or in settings, is for train_gpt, and this program does not "
+                                         "have it");
+    if (set->training.amp.memory_efficient || set->training.amp.tensor_stats_interval > 0)
         return ex_fail(AMP_ERR_CONFLICT, "%s is a setting of train_gpt, and not of this program",
-                       set->amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
+                       set->training.amp.memory_efficient ? "memory_efficient" : "tensor_stats_interval");
     if (flag_was_given("validation") && *set->valid != 0)
         return flag_refuse("validation", "contradicts --valid, which names the texts to evaluate on");
     return AMP_OK;
@@ -443,61 +419,31 @@ static amp_result check_flags(const settings *set) {
 /* All settings; *resumed: the checkpoint of --resume, or NULL. */
 static amp_result read_settings(int argc, char **argv, settings *set, amp_state **resumed) {
     amp_optimizer_desc optimizer;
+    amp_monitor_desc monitor;
     memset(set, 0, sizeof *set);
     *resumed = NULL;
     EX_TRY(flag_read(argc, argv));
     EX_TRY(resume_open(resumed));
     EX_TRY(flag_parse_all(set));
-    EX_TRY(settings_read(set, &set->amp, set->config, set->env, *resumed));
-    memset(&optimizer, 0, sizeof optimizer);
-    if (amp_settings_fill(&set->amp, NULL, NULL, NULL, &optimizer, NULL) != AMP_OK)
-        return ex_fail(AMP_ERR_CONFLICT, "the settings contradict each other: %s", amp_last_error());
+    EX_TRY(settings_read(set, &set->training, *resumed));
+    EX_TRY(settings_fill(&set->training.amp, &optimizer, &monitor));
     set->accumulation = optimizer.accumulation;
-    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->ranks, *resumed, set->accumulation, &set->batch));
+    if (*resumed != NULL) EX_TRY(rank_flags_batch(&set->training.ranks, *resumed, set->accumulation, &set->batch));
     return check_flags(set);
 }
 
 static amp_result open_context(run *r) {
-    const settings *set = &r->set;
-    amp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->allow_fallback;
-    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
-    EX_TRY(amp_query(r->amp, &desc));
-    r->level = desc.level;
+    EX_TRY(training_open_context(&r->set.training, r->set.seed, NULL, &r->amp));
     return amp_query_choice(r->amp, &r->choice);
 }
 
-/* Removes the remains of a run killed while saving. */
-static void clean_folder(const run *r) {
-    static const char *const ends[] = {".state", ".safetensors"};
-    char path[PATH_MAX + 16];
-    int i;
-    for (i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
-        ex_remove_unfinished(path);
-    }
-}
-
-/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
+/* --compat saves nothing, and its metrics are a file of their own. */
 static amp_result open_files(run *r) {
-    const settings *set = &r->set;
-    const char *save = *set->save != 0 ? set->save : set->resume;
-    char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
-    if (strcmp(save, "none") == 0 || set->compat) r->save[0] = 0;
-    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/classifier/model", set->out);
-    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
-    if (ranks.rank > 0) return AMP_OK;
-    if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
-    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/classifier/metrics.jsonl", set->out);
-    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
-    r->metrics.file = set->compat ? fopen(r->metrics_path, "w") : open_memstream(&r->metrics.text, &r->metrics.bytes);
+    if (r->set.compat) r->set.training.save = "none";
+    EX_TRY(training_open_files(&r->set.training, "/classifier", r->save, r->metrics_path));
+    if (r->metrics_path[0] == 0) return AMP_OK;
+    if (!r->set.compat) return metrics_line_open(&r->metrics);
+    r->metrics.file = fopen(r->metrics_path, "w");
     return r->metrics.file != NULL ? AMP_OK : flag_refuse("metrics", "%s: %s", r->metrics_path, strerror(errno));
 }
 
@@ -527,13 +473,7 @@ static amp_result open_data(run *r) {
     int64_t i;
     sets[0] = &r->texts; sets[1] = &r->valid;
     r->labels.numbers = 1;
-    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
-    else {
-        snprintf(r->data, sizeof r->data, "%.4000s/classifier/sentences.tsv", set->out);
-        EX_TRY(ex_folder_make(r->data));
-        if (ranks.rank == 0) EX_TRY(make_sentences(r->data));
-        EX_TRY(ranks_wait());
-    }
+    EX_TRY(training_data_path(&set->training, set->data, "/classifier/sentences.tsv", make_sentences, r->data));
     if (text_set_read(&r->texts, &r->labels, r->data, 1) != AMP_OK) return flag_refuse("data", "%s", ex_because(why));
     r->crc = st_crc32c((const unsigned char *)r->texts.file, r->texts.bytes);
     if (*set->valid != 0 && text_set_read(&r->valid, &r->labels, set->valid, r->labels.numbers) != AMP_OK)
@@ -565,13 +505,10 @@ static amp_result open_tokenizer(run *r) {
                  set->init);
         if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
     }
-    if (r->vocab[0] == 0 && *set->data == 0) {
-        snprintf(r->vocab, sizeof r->vocab, "%.4000s/classifier/vocab.txt", set->out);
-        if (ranks.rank == 0) EX_TRY(make_vocabulary(r->vocab));
-        EX_TRY(ranks_wait());
-    }
+    if (r->vocab[0] == 0 && *set->data == 0)
+        EX_TRY(training_data_path(&set->training, "", "/classifier/vocab.txt", make_vocabulary, r->vocab));
     if (r->vocab[0] == 0 && set->cased)
-        return flag_refuse("cased", "is for a vocabulary, and bytes keep their case: drop it or give --vocab");
+        return flag_refuse("cased", "needs a vocabulary, because bytes keep their case: drop it, or give --vocab");
     if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
     else if (ex_st(wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased)) != AMP_OK)
         return flag_refuse(*set->vocab != 0 ? "vocab" : "init", "%s", ex_because(why));
@@ -583,10 +520,15 @@ static const model_size model_sizes[] = {
     {"tiny", 2, 2, 64}, {"mini", 4, 4, 256}, {"small", 4, 8, 512}, {"base", 12, 12, 768}, {"large", 24, 16, 1024},
 };
 
-static amp_result shape_from_flags(const run *r, encoder_config *c) {
-    const settings *set = &r->set;
+static const model_size *size_of(const settings *set) {
     const model_size *size = model_sizes;
     while (strcmp(size->name, set->model) != 0) size++;
+    return size;
+}
+
+static amp_result shape_from_flags(const run *r, encoder_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = size_of(set);
     c->layers = set->layers > 0 ? set->layers : size->layers;
     c->heads = set->heads > 0 ? set->heads : size->heads;
     c->hidden = set->hidden > 0 ? set->hidden : size->hidden;
@@ -600,24 +542,13 @@ static amp_result shape_from_flags(const run *r, encoder_config *c) {
     return AMP_OK;
 }
 
-/* Refuses a model of --init that contradicts the flags given. */
-static amp_result check_shape(const run *r, const encoder_config *file) {
-    static const char *const names[] = {"layers", "heads", "hidden", "intermediate"};
-    const settings *set = &r->set;
-    const model_size *size = model_sizes;
-    int i;
-    while (strcmp(size->name, set->model) != 0) size++;
-    for (i = 0; i < 4; i++) {
-        const int64_t flags[] = {set->layers, set->heads, set->hidden, set->intermediate};
-        const int64_t sizes[] = {size->layers, size->heads, size->hidden, 4 * size->hidden};
-        const int64_t theirs[] = {file->layers, file->heads, file->hidden, file->intermediate};
-        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
-        if (wanted > 0 && wanted != theirs[i])
-            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the model of --init has %s %lld",
-                               names[i],
-                          (long long)theirs[i]);
-    }
-    return AMP_OK;
+static amp_result check_shape(const settings *set, const encoder_config *file) {
+    const model_size *size = size_of(set);
+    const model_dimension dimensions[] = {{"layers", set->layers, size->layers, file->layers},
+                                          {"heads", set->heads, size->heads, file->heads},
+                                          {"hidden", set->hidden, size->hidden, file->hidden},
+                                          {"intermediate", set->intermediate, 4 * size->hidden, file->intermediate}};
+    return training_check_dimensions(dimensions, 4);
 }
 
 /* 1: the model's classes have names of their own. */
@@ -664,28 +595,19 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
     if (encoder_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     *c = r->file.config;
     if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program makes WordPiece",
+        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program has WordPiece only",
                       encoder_kinds[c->family].name);
     if (r->tokenizer.n > c->vocab)
         return flag_refuse(*set->vocab != 0 ? "vocab" : "init",
-                      "the tokenizer has %lld tokens, the model of --init only %lld%s", (long long)r->tokenizer.n,
-                      (long long)c->vocab, r->vocab[0] == 0 ? ": bytes are the tokens, give --vocab" : "");
+                      "the tokenizer has %lld tokens, and the model of --init only %lld%s", (long long)r->tokenizer.n,
+                      (long long)c->vocab, r->vocab[0] == 0 ? ": its tokens are bytes, so give --vocab" : "");
     if (set->seq > c->positions)
         return flag_refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
-    EX_TRY(check_shape(r, c));
+    EX_TRY(check_shape(set, c));
     EX_TRY(adopt_labels(r));
     snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     /* its head knows more labels */
     if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;
-    return AMP_OK;
-}
-
-/* The storage dtype of activations: the dtype that a linear layer returns under autocast. */
-static amp_result activation_dtype(amp_context *amp, amp_dtype *out) {
-    EX_TRY(amp_autocast_begin(amp, NULL));
-    *out = amp_autocast_result(amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-    EX_TRY(amp_autocast_end(amp));
-    if (*out == AMP_TF32) *out = AMP_F32;
     return AMP_OK;
 }
 
@@ -694,19 +616,17 @@ static amp_result open_model(run *r) {
     encoder_config config;
     char why[400];
     amp_result result;
-    int n_fp8;
     memset(&config, 0, sizeof config);
     EX_TRY(*set->init != 0 ? shape_from_file(r, &config) : shape_from_flags(r, &config));
     config.classes = r->classes;
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
-    EX_TRY(activation_dtype(r->amp, &config.activations));
+    EX_TRY(model_activations(r->amp, &config.activations));
     result = encoder_create(&r->model, r->amp, &config);
     if (result == AMP_OK)
         result = model_fp8_layers(r->amp, r->model.params, r->model.n_params, "encoder.layer.", config.layers, 0,
-                                  &n_fp8);
-    if (result == AMP_OK && r->choice.dtype == AMP_FP8) printf("fp8: %d weights, the others in bf16\n", n_fp8);
+                                  &r->n_fp8);
     return result == AMP_ERR_MEMORY ? flag_refuse(*set->init != 0 ? "batch" : "model", "%s", ex_because(why)) : result;
 }
 
@@ -730,21 +650,14 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
 
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
-    amp_scaler_desc scaler;
     amp_optimizer_desc desc;
-    memset(&scaler, 0, sizeof scaler);
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, &scaler, &desc, NULL));
-    if (!scaler.disable && amp_scaler_create(r->amp, &r->scaler, &scaler) != AMP_OK)
-        return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)amp_explicit(set->lr);
     desc.weight_decay = set->weight_decay;
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->ranks, &desc);
-    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+    return training_open_optimizer(&set->training, r->amp, &desc, &r->optimizer);
 }
 
 /* Texts in a micro-batch of all ranks; such batches in an epoch. */
@@ -754,11 +667,12 @@ static int64_t batches_of(const run *r, int64_t texts) { return (texts + texts_a
 /* Where training goes on, and when it ends: what is left of this epoch and the later ones. */
 static amp_result open_position(run *r, const amp_state *resumed) {
     const settings *set = &r->set;
-    int64_t at[2] = {1, 0}, data[2], left, every = set->ranks.sync_every;
+    int64_t at[2] = {1, 0}, data[2], left, every = set->training.ranks.sync_every;
     if (resumed != NULL) {
         EX_TRY(amp_state_get(resumed, "train.data", AMP_I64, data, 2));
         if (data[0] != r->n_train || data[1] != (int64_t)r->crc)
-            return flag_refuse("resume", "%s was trained on other data or another part of it", set->resume);
+            return flag_refuse("resume", "%s was trained on other data, or on another part of it",
+                               set->training.resume);
         EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &r->step, 1));
         EX_TRY(amp_state_get(resumed, "train.position", AMP_I64, at, 2));
     }
@@ -779,14 +693,10 @@ static amp_result open_position(run *r, const amp_state *resumed) {
 static amp_result open_monitor(run *r) {
     amp_monitor_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, NULL, NULL, &desc));
-    if (r->metrics.file != NULL) desc.path = r->metrics_path;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
-    desc.append = *r->set.resume != 0;
     desc.epoch = r->epoch;
-    return amp_monitor_create(r->amp, &r->monitor, &desc) == AMP_OK ? AMP_OK
-                                                                    : flag_refuse("metrics", "%s", amp_last_error());
+    return training_open_monitor(&r->set.training, r->amp, &desc, r->metrics_path, &r->monitor);
 }
 
 /* Room for a batch on host and device. */
@@ -802,13 +712,12 @@ static amp_result open_batches(run *r) {
 
 static void close_run(run *r) {
     amp_monitor_destroy(r->monitor);
-    if (r->metrics.file != NULL) fclose(r->metrics.file);
-    free(r->metrics.text);
-    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
-    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    metrics_line_close(&r->metrics);
+    amp_optimizer_destroy(r->optimizer);
+    amp_scaler_destroy(r->scaler);
     encoder_destroy(&r->model);
     encoder_file_close(&r->file);
-    if (r->amp != NULL) amp_free(r->amp, r->device);
+    amp_free(r->amp, r->device);
     text_set_close(&r->texts);
     text_set_close(&r->valid);
     label_names_close(&r->labels);
@@ -816,16 +725,6 @@ static void close_run(run *r) {
     free(r->order); free(r->host);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
-}
-
-/* The second half of a checkpoint; model_load_state was the first. */
-static amp_result load_state(run *r, const amp_state *state) {
-    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
-        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
-    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
-        return flag_refuse("resume", "%s", amp_last_error());
-    return amp_random_load(r->amp, state, "random");
 }
 
 static amp_result open_run(run *r, const amp_state *resumed) {
@@ -836,58 +735,27 @@ static amp_result open_run(run *r, const amp_state *resumed) {
     EX_TRY(open_model(r));
     EX_TRY(text_set_encode(&r->texts, &r->tokenizer, r->set.seq));
     EX_TRY(text_set_encode(&r->valid, &r->tokenizer, r->set.seq));
+    EX_TRY(training_open_scaler(&r->set.training, r->amp, &r->scaler));
     EX_TRY(open_optimizer(r));
     EX_TRY(open_weights(r, resumed));
-    if (resumed != NULL) EX_TRY(load_state(r, resumed));
+    if (resumed != NULL) EX_TRY(checkpoint_load(r->amp, r->optimizer, r->scaler, resumed));
     EX_TRY(open_monitor(r));
     return open_batches(r);
 }
 
-/* ==== Checkpoints ================================================================================
-   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
-   NAME.safetensors, written after training, has the same weights for other programs. */
+/* ==== Checkpoints ================================================================================ */
 
-static amp_result put_training(run *r, amp_state *state) {
-    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world}, at[] = {r->epoch, r->first};
-    const int64_t data[] = {r->n_train, (int64_t)r->crc};
-    EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.amp, state));
-    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
-    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
+static amp_result put_training(void *user, amp_state *state) {
+    run *r = (run *)user;
+    const int64_t at[] = {r->epoch, r->first}, data[] = {r->n_train, (int64_t)r->crc};
+    EX_TRY(checkpoint_put_run(&r->set.training, session_options, r->step, r->set.batch, r->set.accumulation, state));
     EX_TRY(amp_state_put(state, "train.position", AMP_I64, at, 2));
     EX_TRY(amp_state_put(state, "train.data", AMP_I64, data, 2));
-    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
-    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
-    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
-    return amp_random_save(r->amp, state, "random");
+    return checkpoint_put_model(r->amp, r->model.params, r->model.n_params, r->optimizer, r->scaler, state);
 }
 
 static amp_result save_state(run *r) {
-    char path[PATH_MAX + 16];
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    snprintf(path, sizeof path, "%s.state", r->save);
-    if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
-                                                 : amp_state_save(state, path);
-    amp_state_destroy(state);
-    return result;
-}
-
-/* Proves before the first step that the run will be able to save. */
-static amp_result try_to_save(run *r) {
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    if (result == AMP_OK) result = checkpoint_try(state, r->save);
-    amp_state_destroy(state);
-    return result;
+    return checkpoint_save(&r->set.training, r->save, r->amp, put_training, r);
 }
 
 /* ==== Training =================================================================================== */
@@ -1000,16 +868,17 @@ static amp_result train_micro(run *r) {
     return AMP_OK;
 }
 
-/* r->stop 1: stopped by a signal to any rank, by --nan-action stop, or by --stop-after before the end; with
-   --sync-every only where the ranks are alike. */
+/* r->stop 1: as training_stop decides, or with --nan-action stop after an anomaly on any rank, of which ranks with
+   --sync-every tell each other when they combine. */
 static amp_result decide_stop(run *r) {
-    const settings *set = &r->set;
+    const training_settings *set = &r->set.training;
     double anomaly = r->anomaly[0] != 0;
-    if (set->ranks.sync_every > 0 && r->step % set->ranks.sync_every != 0) return AMP_OK;
-    EX_TRY(ranks_stop(&r->stop));
-    if (set->amp.nan_action == AMP_NAN_STOP) EX_TRY(ranks_sum(&anomaly, 1));
-    if (anomaly > 0 && r->anomaly[0] == 0) snprintf(r->anomaly, sizeof r->anomaly, "stopped with another rank");
-    r->stop |= anomaly > 0 || (set->stop_after > 0 && r->step - r->start >= set->stop_after && r->step < r->steps);
+    EX_TRY(training_stop(set, r->start, r->step, r->steps, &r->stop));
+    if (set->amp.nan_action != AMP_NAN_STOP || !training_ranks_alike(set, r->step)) return AMP_OK;
+    EX_TRY(ranks_sum(&anomaly, 1));
+    if (anomaly > 0 && r->anomaly[0] == 0)
+        snprintf(r->anomaly, sizeof r->anomaly, "stopped because of an anomaly on another rank");
+    r->stop |= anomaly > 0;
     return AMP_OK;
 }
 
@@ -1017,9 +886,7 @@ static void take_records(run *r) {
     while (amp_monitor_next(r->monitor, &r->record)) {
         r->records++;
         r->applied += r->record.result.applied;
-        if (r->record.action == AMP_NAN_STOP && r->anomaly[0] == 0)
-            snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
-                     (long long)r->record.result.step);
+        training_note_anomaly(&r->record, r->anomaly, sizeof r->anomaly);
     }
 }
 
@@ -1028,7 +895,7 @@ static amp_result end_step(run *r, progress *bar) {
     char text[200];
     r->step++;
     r->micro = 0;
-    if (r->set.ranks.sync_every == 0) EX_TRY(ranks_sum(&r->info.loss, 1));
+    if (r->set.training.ranks.sync_every == 0) EX_TRY(ranks_sum(&r->info.loss, 1));
     else r->info.loss *= ranks.world;
     EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_step(r->monitor, &r->info)));
     take_records(r);
@@ -1038,7 +905,7 @@ static amp_result end_step(run *r, progress *bar) {
         progress_show(bar, (r->epoch - 1) * r->n_train + r->first, text, 0);
     }
     memset(&r->info, 0, sizeof r->info);
-    if (r->set.save_interval > 0 && r->step % r->set.save_interval == 0 && r->step < r->steps) {
+    if (r->set.training.save_interval > 0 && r->step % r->set.training.save_interval == 0 && r->step < r->steps) {
         EX_TRY(metrics_tolerate(&r->metrics, amp_monitor_flush(r->monitor)));
         take_records(r);
         EX_TRY(save_state(r));
@@ -1144,13 +1011,9 @@ static void print_run(const run *r) {
     int64_t i;
     if (*set->data == 0) printf("No --data: learning MADE-UP sentences, kept in %s.\n", r->data);
     if (*set->init == 0) printf("No --init: the weights are RANDOM.\n");
-    printf("  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
-    printf("  level       %s, weights %s, activations %s, the stream between layers fp32\n",
-           level_names[r->level - AMP_LEVEL_O0],
+    training_print_precision(r->amp, r->scaler, r->n_fp8, "inner");
+    printf("  storage     weights %s, activations %s, the stream between layers fp32\n",
            amp_dtype_name(r->model.params[0].weight.dtype), amp_dtype_name(c->activations));
-    printf("  scaler      %s", r->scaler != NULL ? "yes" : "no");
-    if (r->scaler == NULL) scaler_flags_without_effect();
-    printf("\n");
     printf("  model       %s, %lld layers, %lld heads, width %lld, %s tokens: %s parameters%s%s\n",
            encoder_kinds[c->family].name, (long long)c->layers, (long long)c->heads, (long long)c->hidden,
            progress_grouped(c->vocab, a, sizeof a), progress_grouped(r->model.own.count, b, sizeof b),
@@ -1171,16 +1034,11 @@ static void print_run(const run *r) {
     printf("%s\n  steps       %lld of %lld x %lld texts, learning rate %g\n", r->labels.n > 8 ? ", ..." : "",
            (long long)r->steps, (long long)set->accumulation, (long long)texts_at_once(r), set->lr);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
-    if (r->start > 0) printf("  resumed     %s, after step %lld\n", set->resume, (long long)r->start);
+    if (r->start > 0) printf("  resumed     %s, after step %lld\n", set->training.resume, (long long)r->start);
 }
 
 static void metrics_run(run *r) {
-    metrics_begin(r->metrics.file, "run");
-    metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
-    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_text(r->metrics.file, "reason", r->choice.reason);
-    metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
-    metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
+    training_metrics_run(r->metrics.file, r->amp, r->scaler);
     metrics_text(r->metrics.file, "weights", *r->set.init != 0 ? r->set.init : "random");
     metrics_integer(r->metrics.file, "head_initialised", r->fresh);
     metrics_integer(r->metrics.file, "parameters", r->model.own.count);
@@ -1192,17 +1050,14 @@ static void metrics_run(run *r) {
 
 /* The weights for other programs, and what transformers' from_pretrained needs beside model.safetensors. */
 static amp_result save_weights(run *r) {
-    const char *slash = strrchr(r->save, '/');
-    int folder = slash != NULL ? (int)(slash - r->save) + 1 : 0;
     char path[PATH_MAX + 16];
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(encoder_save(&r->model, path));
     printf("saved %s and %s.state\n", path, r->save);
-    if (strcmp(r->save + folder, "model") != 0) return AMP_OK;
-    snprintf(path, sizeof path, "%.*sconfig.json", folder, r->save);
+    if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
     EX_TRY(encoder_save_config(&r->model, path));
-    snprintf(path, sizeof path, "%.*svocab.txt", folder, r->save);
+    (void)training_beside(r->save, "vocab.txt", path, sizeof path);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
     return amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes);
 }
@@ -1301,7 +1156,7 @@ static amp_result compat_run(compat *c) {
     amp_context *amp = c->amp;
     encoder *e = &c->model;
     amp_tensor logits = amp_tensor2(c->logits, AMP_F32, e->config.batch, e->config.classes), stored;
-    EX_TRY(activation_dtype(amp, &e->config.activations));
+    EX_TRY(model_activations(amp, &e->config.activations));
     EX_TRY(encoder_forward(e, &c->input, c->labels, amp_scaler_scale_ptr(c->scaler), 1));
     EX_TRY(amp_tape_tensor(e->tape, e->logits, &stored));
     EX_TRY(amp_cast(amp, &stored, &logits));
@@ -1381,7 +1236,7 @@ static amp_result run_compat(run *r, int *failed) {
         result = compat_architecture(&c, &architectures[i], r->set.compat_scale, failed);
         compat_close(&c);
     }
-    if (c.scaler != NULL) amp_scaler_destroy(c.scaler);
+    amp_scaler_destroy(c.scaler);
     EX_TRY(result);
     printf("errors are relative norms; of gradients, the worst tensor's, relative to its layer; at most: 8 times the\n"
            "effect of rounding only the weights, see amp_verify; values: finite, or the first tensor that is not\n");
@@ -1394,30 +1249,17 @@ static amp_result run_compat(run *r, int *failed) {
 
 /* ==== main ======================================================================================= */
 
-static int fail(int code) {
-    if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
-    fprintf(stderr, "train_classifier: %s\n", ex_error());
-    ranks_end(code);
-    return code;
-}
-
 /* Trains and saves. */
 static amp_result main_run(run *r) {
     print_run(r);
     metrics_run(r);
-    EX_TRY(try_to_save(r));
+    EX_TRY(checkpoint_try(r->save, put_training, r));
     EX_TRY(train(r));
     EX_TRY(save_state(r));
     EX_TRY(save_weights(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
-    if (r->records > 0 && r->applied == 0)
-        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
-                       (long long)r->records);
-    if (!r->stop) return AMP_OK;
-    printf("stopped at step %lld", (long long)r->step);
-    if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
-    printf("\n");
-    return ranks_wait();            /* a launcher may end all as soon as one has ended */
+    EX_TRY(training_check_applied(r->records, r->applied));
+    return r->stop ? training_print_stopped(r->step, r->save) : AMP_OK;
 }
 
 int main(int argc, char **argv) {
@@ -1427,21 +1269,22 @@ int main(int argc, char **argv) {
     amp_result result;
     int failed = 0;
     ex_begin();
-    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK)
+        return training_fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return training_fail(2);
     memset(&r, 0, sizeof r);
     r.set = set;
     result = open_context(&r);
-    if (result == AMP_OK) result = resume_own(&set.ranks, r.amp, resumed, &own);
+    if (result == AMP_OK) result = resume_own(&set.training.ranks, r.amp, resumed, &own);
     if (result == AMP_OK) result = open_files(&r);
     if (result == AMP_OK && !set.compat) result = open_run(&r, own != NULL ? own : resumed);
     amp_state_destroy(own);
     amp_state_destroy(resumed);
-    if (result != AMP_OK) { fail(2); close_run(&r); return 2; }
+    if (result != AMP_OK) { training_fail(2); close_run(&r); return 2; }
     ranks_stop_install();
     result = set.compat ? run_compat(&r, &failed) : main_run(&r);
-    if (result != AMP_OK) { fail(1); close_run(&r); return 1; }
+    if (result != AMP_OK) { training_fail(1); close_run(&r); return 1; }
     close_run(&r);
     free(saved_options);
     ranks_end(0);

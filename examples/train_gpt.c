@@ -15,8 +15,8 @@
  *     mpirun -np 2 ./train_gpt_mpi --batch 8
  *     for i in 0 1; do RANK=$i WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 ./train_gpt --batch 8 & done; wait
  *
- * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, open_scaler and
- * open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
+ * Read it from the bottom: main, then train, then train_step.  Mixed precision is open_context, training_open_scaler
+ * and open_optimizer, which set it up, model_tape_begin, the region, and micro_step, the rest of a step; the model is
  * gpt.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -24,6 +24,7 @@
 #include "progress.h"
 #include "sample.h"
 #include "train_gpt_run.h"
+#include "training_report.h"
 
 /* ==== Validation and the bigram entropy ========================================================== */
 
@@ -259,8 +260,8 @@ static void report_event(run *r, progress *bar, const amp_recovery_event *event)
 static amp_result keep_cure(run *r, const amp_recovery_event *event) {
     if (event->mitigation == AMP_MITIGATE_LAYERS) return keep_fp32_layer(r, event->layer);
     if (event->mitigation != AMP_MITIGATE_DTYPE) return AMP_OK;
-    r->set.amp.dtype = event->dtype;
-    if (r->set.amp.use_scaler == AMP_SCALER_USE_ON) r->set.amp.use_scaler = AMP_SCALER_USE_AUTO;
+    r->set.training.amp.dtype = event->dtype;
+    if (r->set.training.amp.use_scaler == AMP_SCALER_USE_ON) r->set.training.amp.use_scaler = AMP_SCALER_USE_AUTO;
     return AMP_OK;
 }
 
@@ -269,7 +270,7 @@ static amp_result keep_cure(run *r, const amp_recovery_event *event) {
 static amp_result change_batch(run *r, int64_t batch, int64_t accumulation, int64_t index) {
     r->set.batch = batch;
     r->set.accumulation = accumulation;
-    r->set.amp.accumulation = (int32_t)accumulation;
+    r->set.training.amp.accumulation = (int32_t)accumulation;
     r->index = index;
     amp_graph_destroy(r->graph);
     free(r->host_losses);
@@ -326,9 +327,7 @@ static amp_result answer_trouble(run *r, progress *bar, const amp_step_record *r
     gpt_config now = r->model.config;
     if (r->anomaly[0] != 0) return AMP_OK;
     if (r->recovery == NULL) {
-        if (record->action == AMP_NAN_STOP)
-            snprintf(r->anomaly, sizeof r->anomaly, "stopped by --nan-action stop after an anomaly at step %lld",
-                     (long long)record->result.step);
+        training_note_anomaly(record, r->anomaly, sizeof r->anomaly);
         return AMP_OK;
     }
     EX_TRY(amp_recovery_step(r->recovery, record, &event));
@@ -439,13 +438,8 @@ static amp_result save_between(run *r, progress *bar) {
     return r->step == step ? report_save(r, bar) : AMP_OK;
 }
 
-/* *stop 1: stopped by --stop-after before the end, or by a signal to any rank, of which ranks with --sync-every tell
-   each other when they combine. */
 static amp_result stopped(const run *r, int *stop) {
-    *stop = 0;
-    if (r->set.ranks.sync_every == 0 || r->step % r->set.ranks.sync_every == 0) EX_TRY(ranks_stop(stop));
-    *stop |= r->set.stop_after > 0 && r->step - r->start >= r->set.stop_after && r->step < r->steps;
-    return AMP_OK;
+    return training_stop(&r->set.training, r->start, r->step, r->steps, stop);
 }
 
 /* A run that is shorter than its warmup ends within it. */
@@ -495,7 +489,7 @@ static amp_result train_steps(run *r, progress *bar) {
             EX_TRY(take_all_records(r, bar));
             if (r->step == next) EX_TRY(report_validation(r, bar, &loss_at_eval));
         }
-        if (set->save_interval > 0 && next % set->save_interval == 0) EX_TRY(save_between(r, bar));
+        if (set->training.save_interval > 0 && next % set->training.save_interval == 0) EX_TRY(save_between(r, bar));
     }
     return result == AMP_ERR_END ? AMP_OK : result;
 }
@@ -525,39 +519,15 @@ static void print_machine(const run *r) {
     printf("Machine\n%s\n", text);
 }
 
-static const char *const level_names[] = {"O0", "O1", "O2", "O3"};
-
-static void print_scaler(const run *r) {
-    static const char *const presets[] = {"default", "torch",   "apex",    "megatron", "deepspeed", "deepspeed_fused",
-                                          "fairseq", "metaseq", "flax",    "keras"};
-    amp_scaler_desc desc;
-    if (r->scaler == NULL || amp_scaler_query(r->scaler, &desc) != AMP_OK) {
-        printf("  scaler      no");
-        scaler_flags_without_effect();
-        printf("\n");
-        return;
-    }
-    printf("  scaler      yes: preset %s, first scale %g, ", presets[desc.preset], (double)desc.init_scale);
-    if (desc.frozen) printf("static\n");
-    else
-        printf("times %g after %d clean steps, times %g after an overflow\n", desc.growth_factor,
-               (int)desc.growth_interval, desc.backoff_factor);
-}
-
 static void print_run(const run *r) {
-    static const char *const levels[] = {"O0: fp32 throughout", "O1: fp32 weights, operators cast",
-                                         "O2: 16-bit weights with fp32 masters", "O3: 16-bit weights, no masters"};
     const gpt_config *c = &r->model.config;
     const settings *set = &r->set;
     amp_parameter_bytes bytes;
     char a[32], b[32], d[32];
     int i;
     int64_t per_step = set->batch * set->seq * set->accumulation * ranks.world;
-    printf("Run\n  precision   %s: %s\n", amp_dtype_name(r->choice.dtype), r->choice.reason);
-    if (r->choice.dtype == AMP_FP8)
-        printf("  fp8         %d weights of the %s blocks; the others in bf16\n", r->n_fp8, set->fp8_blocks);
-    print_scaler(r);
-    printf("  level       %s\n", levels[r->level - AMP_LEVEL_O0]);
+    printf("Run\n");
+    training_print_precision(r->amp, r->scaler, r->n_fp8, set->fp8_blocks);
     printf("  storage     weights %s, activations %s, ", amp_dtype_name(r->model.params[0].weight.dtype),
            amp_dtype_name(c->activations));
     for (i = GPT_NORM; i < GPT_TENSORS; i++)
@@ -593,12 +563,7 @@ static void print_run(const run *r) {
 }
 
 static void metrics_run(run *r) {
-    metrics_begin(r->metrics.file, "run");
-    metrics_text(r->metrics.file, "version", AMP_VERSION_TEXT);
-    metrics_text(r->metrics.file, "precision", amp_dtype_name(r->choice.dtype));
-    metrics_text(r->metrics.file, "reason", r->choice.reason);
-    metrics_text(r->metrics.file, "level", level_names[r->level - AMP_LEVEL_O0]);
-    metrics_integer(r->metrics.file, "scaler", r->scaler != NULL);
+    training_metrics_run(r->metrics.file, r->amp, r->scaler);
     metrics_integer(r->metrics.file, "parameters", r->model.own.count);
     metrics_integer(r->metrics.file, "activation_bytes", r->model.memory_bytes);
     metrics_text(r->metrics.file, "data", r->data);
@@ -689,13 +654,6 @@ static amp_result print_profile(run *r) {
 
 /* ==== main ======================================================================================= */
 
-static int fail(int code) {
-    if (ranks.world > 1) fprintf(stderr, "rank %d: ", (int)ranks.rank);
-    fprintf(stderr, "train_gpt: %s\n", ex_error());
-    ranks_end(code);
-    return code;
-}
-
 /* Trains, saves, validates and samples. */
 static amp_result main_run(run *r) {
     progress bar;
@@ -708,24 +666,17 @@ static amp_result main_run(run *r) {
     progress_open(&bar, r->steps);
     if (r->set.log_interval > 0)
         bar.every = (bar.every + r->set.log_interval - 1) / r->set.log_interval * r->set.log_interval;
-    EX_TRY(try_to_save(r));
+    EX_TRY(checkpoint_try(r->save, put_training, r));
     EX_TRY(train(r, &bar));
     EX_TRY(stopped(r, &stop));
-    if (r->step > start || stop || *r->set.resume == 0) EX_TRY(report_save(r, &bar));
-    else if (*r->set.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
+    if (r->step > start || stop || *r->set.training.resume == 0) EX_TRY(report_save(r, &bar));
+    else if (*r->set.training.resume != 0 && weights_are_old(r)) EX_TRY(save_weights(r));
     if (r->set.profile && r->profile.steps > 0) EX_TRY(print_profile(r));
     if (r->anomaly[0] != 0) return ex_fail(AMP_ERR_STATE, "%s", r->anomaly);
-    if (stop) {
-        printf("stopped at step %lld", (long long)r->step);
-        if (r->save[0] != 0) printf("; continue with --resume %s", r->save);
-        printf("\n");
-        return ranks_wait();            /* a launcher may end all as soon as one has ended */
-    }
+    if (stop) return training_print_stopped(r->step, r->save);
     EX_TRY(report_validation(r, &bar, &loss));
     print_result(r, loss);
-    if (r->results > 0 && r->applied == 0)
-        return ex_fail(AMP_ERR_STATE, "no step was applied: all %lld were skipped, and the weights are unchanged",
-                       (long long)r->results);
+    EX_TRY(training_check_applied(r->results, r->applied));
     EX_TRY(report_adapt(r));
     EX_TRY(print_stream(r, loss));
     return r->set.sample > 0 ? print_sample(r) : AMP_OK;
@@ -737,18 +688,19 @@ int main(int argc, char **argv) {
     run r;
     amp_result result;
     ex_begin();
-    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK) return fail(2);
+    if (ranks_begin(&argc, &argv) != AMP_OK || read_settings(argc, argv, &set, &resumed) != AMP_OK)
+        return training_fail(2);
     if (set.help) return flag_print_help(), ranks_end(0), 0;
-    if (ranks_join(set.ranks.file, set.ranks.timeout) != AMP_OK) return fail(2);
+    if (ranks_join(set.training.ranks.file, set.training.ranks.timeout) != AMP_OK) return training_fail(2);
     result = open_run(&r, &set, resumed);
     amp_state_destroy(resumed);
     if (result == AMP_OK && ranks.rank == 0) result = measure_bigrams(&r);
-    if (result != AMP_OK) { close_run(&r); return fail(2); }
+    if (result != AMP_OK) { close_run(&r); return training_fail(2); }
     ranks_stop_install();
     result = main_run(&r);
     close_run(&r);
     free(saved_options);
-    if (result != AMP_OK) return fail(1);
+    if (result != AMP_OK) return training_fail(1);
     ranks_end(0);
     return ranks_exit_code();
 }

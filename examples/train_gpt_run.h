@@ -5,11 +5,11 @@
 #define TRAIN_GPT_RUN_H
 
 #include "gpt_files.h"
-#include "metrics.h"
 #include "profile.h"
 #include "tensorboard.h"
 #include "token_files.h"
 #include "train_gpt_flags.h"
+#include "training_run.h"
 #include <glob.h>
 
 typedef struct run {
@@ -19,7 +19,6 @@ typedef struct run {
     char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
     amp_context *amp;
     amp_choice choice;
-    amp_level level;
     amp_loader_info info;           /* of the whole data */
     int64_t split;                  /* tokens before it are trained on */
     amp_loader *loader;
@@ -56,20 +55,14 @@ typedef struct run {
 } run;
 
 static amp_result open_context(run *r) {
-    const settings *set = &r->set;
+    const char *autotune = r->set.autotune;
+    int to_file = strcmp(autotune, "off") != 0 && strcmp(autotune, "on") != 0;
     amp_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, NULL, &desc, NULL, NULL, NULL));
-    desc.allow_fallback = (int32_t)set->allow_fallback;
-    if (strcmp(set->autotune, "off") != 0 && strcmp(set->autotune, "on") != 0) desc.autotune_file = set->autotune;
-    desc.seed = (uint64_t)set->seed;            /* the same on all ranks, whose weights must stay equal */
-    EX_TRY(rank_flags_open(&set->ranks, &desc, set->device, &r->amp));
+    EX_TRY(training_open_context(&r->set.training, r->set.seed, to_file ? autotune : NULL, &r->amp));
     EX_TRY(amp_query(r->amp, &desc));
-    if (set->graph && desc.backend->graph_begin == NULL)
-        return flag_refuse("graph", "the %s backend has none", desc.backend->name);
-    EX_TRY(amp_query_choice(r->amp, &r->choice));
-    r->level = desc.level;
-    return AMP_OK;
+    if (r->set.graph && desc.backend->graph_begin == NULL)
+        return flag_refuse("graph", "the %s backend has no graphs", desc.backend->name);
+    return amp_query_choice(r->amp, &r->choice);
 }
 
 /* Concatenates the files of this project. */
@@ -86,7 +79,8 @@ static amp_result write_own_text(const char *path) {
     amp_result result = AMP_OK;
     int i;
     if (access("amp.h", R_OK) != 0)
-        return flag_refuse("data", "was not given, and amp.h is not in this folder: run from the project's folder");
+        return flag_refuse("data", "is not given, and amp.h is not in this folder: run the program in the project's "
+                           "folder");
     for (i = 0; sources[i] != NULL && result == AMP_OK; i++) {
         void *data;
         size_t bytes;
@@ -142,7 +136,7 @@ static amp_result open_tokenizer(run *r) {
     if (ex_st(bpe_open(&r->tokenizer, vocab, comma + 1)) != AMP_OK)
         return flag_refuse("tokenizer", "%s", ex_because(why));
     if (r->info.format != AMP_TOKENS_BYTES) return AMP_OK;
-    snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.out);
+    snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.training.out);
     if (ranks.rank == 0) {
         char *file = r->data;
         int pattern = access(r->data, F_OK) != 0 && glob(r->data, 0, NULL, &found) == 0;
@@ -164,13 +158,7 @@ static amp_result open_tokenizer(run *r) {
 static amp_result open_data(run *r) {
     const settings *set = &r->set;
     int64_t validation, per_batch = set->batch * set->seq * ranks.world;
-    if (*set->data != 0) snprintf(r->data, sizeof r->data, "%.4000s", set->data);
-    else {
-        snprintf(r->data, sizeof r->data, "%.4000s/corpus.txt", set->out);
-        EX_TRY(ex_folder_make(r->data));
-        if (ranks.rank == 0 && (*set->resume == 0 || access(r->data, R_OK) != 0)) EX_TRY(write_own_text(r->data));
-        EX_TRY(ranks_wait());
-    }
+    EX_TRY(training_data_path(&set->training, set->data, "/corpus.txt", write_own_text, r->data));
     EX_TRY(probe_data(r));
     if (*set->tokenizer != 0) EX_TRY(open_tokenizer(r));
     validation = (int64_t)(set->validation * (double)r->info.tokens);
@@ -200,10 +188,15 @@ static const model_size model_sizes[] = {
     {"llama-s", 4, 4, 128, 1024, 1},
 };
 
-static amp_result shape_from_flags(const run *r, gpt_config *c) {
-    const settings *set = &r->set;
+static const model_size *size_of(const settings *set) {
     const model_size *size = model_sizes;
     while (strcmp(size->name, set->model) != 0) size++;
+    return size;
+}
+
+static amp_result shape_from_flags(const run *r, gpt_config *c) {
+    const settings *set = &r->set;
+    const model_size *size = size_of(set);
     c->layers = set->layers > 0 ? set->layers : size->layers;
     c->heads = set->heads > 0 ? set->heads : size->heads;
     c->channels = set->channels > 0 ? set->channels : size->channels;
@@ -240,7 +233,7 @@ static amp_result config_from_state(const run *r, const amp_state *state, gpt_co
     int64_t n = amp_state_count(state, "train.config", NULL);
     char type[16] = "";
     if (n <= 0) return AMP_OK;
-    snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.resume);
+    snprintf(described->path, sizeof described->path, "%.4000s.state", r->set.training.resume);
     described->text = (char *)calloc((size_t)n + 1, 1);
     if (described->text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's config.json");
     described->bytes = (size_t)n;
@@ -252,25 +245,15 @@ static amp_result config_from_state(const run *r, const amp_state *state, gpt_co
     return gpt_read_config(described, c);
 }
 
-/* Refuses a file whose model contradicts the flags given. */
-static amp_result check_shape(const run *r, const gpt_config *file) {
-    static const char *const names[] = {"layers", "heads", "channels", "vocab"};
-    const settings *set = &r->set;
-    const model_size *size = model_sizes;
-    int i;
-    while (strcmp(size->name, set->model) != 0) size++;
-    for (i = 0; i < 4; i++) {
-        const int64_t flags[] = {set->layers, set->heads, set->channels, set->vocab};
-        const int64_t sizes[] = {size->layers, size->heads, size->channels, 0};
-        const int64_t theirs[] = {file->layers, file->heads, file->channels, file->vocab};
-        int64_t wanted = flag_was_given(names[i]) ? flags[i] : flag_was_given("model") ? sizes[i] : 0;
-        if (flag_was_given("model") && size->llama != (file->kv_heads > 0))
-            return flag_refuse("model", "the file's model is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
-        if (wanted > 0 && wanted != theirs[i])
-            return flag_refuse(flag_was_given(names[i]) ? names[i] : "model", "the file's model has %s %lld", names[i],
-                          (long long)theirs[i]);
-    }
-    return AMP_OK;
+static amp_result check_shape(const settings *set, const gpt_config *file) {
+    const model_size *size = size_of(set);
+    const model_dimension dimensions[] = {{"layers", set->layers, size->layers, file->layers},
+                                          {"heads", set->heads, size->heads, file->heads},
+                                          {"channels", set->channels, size->channels, file->channels},
+                                          {"vocab", set->vocab, 0, file->vocab}};
+    if (flag_was_given("model") && size->llama != (file->kv_heads > 0))
+        return flag_refuse("model", "the model in the file is a %s", file->kv_heads > 0 ? "Llama" : "GPT-2");
+    return training_check_dimensions(dimensions, 4);
 }
 
 /* Refuses what is GPT-2's alone. */
@@ -278,12 +261,12 @@ static amp_result check_llama(const settings *set) {
     amp_dtype all, stored[GPT_TENSORS];
     int i;
     memset(stored, 0, sizeof stored);
-    if (set->dropout > 0) return flag_refuse("dropout", "a Llama has none");
+    if (set->dropout > 0) return flag_refuse("dropout", "a Llama has no dropout");
     if (set->profile) return flag_refuse("profile", "counts a GPT-2's operations and bytes, and this is a Llama");
     EX_TRY(read_activations(set->activations, &all, stored));
     for (i = 0; i < GPT_TENSORS; i++)
         if (i != GPT_STREAM && stored[i] != AMP_DTYPE_DEFAULT)
-            return flag_refuse("activations", "a Llama's stream alone can have a dtype of its own");
+            return flag_refuse("activations", "only the stream of a Llama can have its own dtype");
     return AMP_OK;
 }
 
@@ -296,12 +279,7 @@ static amp_result choose_fp8_layers(run *r) {
 /* Sets the storage dtypes of activations and logits in the model's config.  auto: as autocast returns them. */
 static amp_result storage_dtypes(const run *r, gpt_config *c) {
     EX_TRY(read_activations(r->set.activations, &c->activations, c->stored));
-    if (c->activations == AMP_DTYPE_DEFAULT) {
-        EX_TRY(amp_autocast_begin(r->amp, NULL));
-        c->activations = amp_autocast_result(r->amp, AMP_OP_LINEAR, NULL, AMP_F32, AMP_F32);
-        EX_TRY(amp_autocast_end(r->amp));
-        if (c->activations == AMP_TF32) c->activations = AMP_F32;
-    }
+    if (c->activations == AMP_DTYPE_DEFAULT) EX_TRY(model_activations(r->amp, &c->activations));
     c->logits = amp_autocast_output(r->amp, c->activations);
     return AMP_OK;
 }
@@ -321,11 +299,11 @@ static amp_result open_model(run *r, const amp_state *resumed) {
         config = r->file.config;
         snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     } else EX_TRY(shape_from_flags(r, &config));
-    if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(r, &config);
+    if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(set, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
     if (result == AMP_OK && r->tokenizer.n > config.vocab)
-        result = flag_refuse("tokenizer", "has tokens up to %lld, the model only %lld", (long long)r->tokenizer.n - 1,
-                        (long long)config.vocab);
+        result = flag_refuse("tokenizer", "has tokens up to %lld, and the model has only %lld tokens",
+                             (long long)r->tokenizer.n - 1, (long long)config.vocab);
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
@@ -354,20 +332,10 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
     return result;
 }
 
-static amp_result open_scaler(run *r) {
-    amp_scaler_desc desc;
-    memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&r->set.amp, r->amp, NULL, &desc, NULL, NULL));
-    if (desc.disable) return AMP_OK;
-    if (amp_scaler_create(r->amp, &r->scaler, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the scaler's flags: %s", amp_last_error());
-}
-
 static amp_result open_optimizer(run *r) {
     const settings *set = &r->set;
     amp_optimizer_desc desc;
     memset(&desc, 0, sizeof desc);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, &desc, NULL));
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.lr = (float)set->lr;
@@ -375,11 +343,9 @@ static amp_result open_optimizer(run *r) {
     desc.beta2 = (float)amp_explicit(set->beta2);
     desc.eps = (float)amp_explicit(set->eps);
     desc.weight_decay = (float)set->weight_decay;
-    desc.master = (amp_master_kind)ex_word_place(options[flag_index("masters")].words, set->masters);
+    desc.master = (amp_master_kind)flag_choice_place("masters", set->masters);
     desc.seed = (uint64_t)set->seed;
-    rank_flags_fill(&set->ranks, &desc);
-    if (amp_optimizer_create(r->amp, &r->optimizer, &desc) == AMP_OK) return AMP_OK;
-    return ex_fail(AMP_ERR_RANGE, "the optimizer's flags: %s", amp_last_error());
+    return training_open_optimizer(&set->training, r->amp, &desc, &r->optimizer);
 }
 
 static void training_data(const run *r, amp_loader_desc *desc) {
@@ -395,14 +361,14 @@ static amp_result open_loader(run *r) {
     amp_loader_info info;
     int64_t by_epochs;
     training_data(r, &desc);
-    EX_TRY(amp_settings_fill_loader(&set->amp, &desc));
+    EX_TRY(amp_settings_fill_loader(&set->training.amp, &desc));
     desc.timeout_ms = (int32_t)(set->timeout * 1000 + 0.5);
     if (amp_loader_create(r->amp, &r->loader, &desc) != AMP_OK) return flag_refuse("data", "%s", amp_last_error());
     EX_TRY(amp_loader_info_get(r->loader, &info));
     r->steps = set->steps >= 0 ? set->steps : set->epochs > 0 ? INT64_MAX : 1200;
     by_epochs = set->epochs * info.batches / set->accumulation;
     if (set->epochs > 0 && by_epochs < r->steps) r->steps = by_epochs;
-    if (set->ranks.sync_every > 0 && r->steps % set->ranks.sync_every != 0)
+    if (set->training.ranks.sync_every > 0 && r->steps % set->training.ranks.sync_every != 0)
         return flag_refuse("sync-every", "%lld steps would end between two combinations", (long long)r->steps);
     return AMP_OK;
 }
@@ -421,52 +387,16 @@ static amp_result open_step(run *r) {
     return AMP_OK;
 }
 
-/* config.json beside the model.  1: the model is model.safetensors, and transformers' from_pretrained(folder) opens the
-   two. */
-static int config_path(const run *r, char *path, size_t size) {
-    const char *slash = strrchr(r->save, '/');
-    snprintf(path, size, "%.*sconfig.json", slash != NULL ? (int)(slash - r->save) + 1 : 0, r->save);
-    return strcmp(slash != NULL ? slash + 1 : r->save, "model") == 0;
-}
-
-/* Removes the remains of a run killed while saving. */
-static void clean_folder(const run *r) {
-    static const char *const ends[] = {".state", ".safetensors"};
-    char path[PATH_MAX + 16];
-    int i;
-    for (i = 0; i < 2; i++) {
-        snprintf(path, sizeof path, "%s%s", r->save, ends[i]);
-        ex_remove_unfinished(path);
-    }
-    (void)config_path(r, path, sizeof path);
-    ex_remove_unfinished(path);
-}
-
-/* Opens the files that a run writes, so that it fails at its start rather than at its end. */
 static amp_result open_files(run *r) {
-    const settings *set = &r->set;
-    const char *save = *set->save != 0 ? set->save : set->resume;
-    char why[400];
-    if (ranks.rank > 0 && !rank_flags_own_states(&set->ranks)) return AMP_OK;
-    if (strcmp(save, "none") == 0) r->save[0] = 0;
-    else if (*save != 0) snprintf(r->save, sizeof r->save, "%.4000s", without_suffix(save));
-    else snprintf(r->save, sizeof r->save, "%.4000s/model", set->out);
-    if (r->save[0] != 0 && ex_folder_make(r->save) != AMP_OK) return flag_refuse("save", "%s", ex_because(why));
-    if (ranks.rank > 0) return AMP_OK;
-    if (r->save[0] != 0) clean_folder(r);
-    if (strcmp(set->metrics, "none") == 0) return AMP_OK;
-    if (*set->metrics != 0) snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s", set->metrics);
-    else snprintf(r->metrics_path, sizeof r->metrics_path, "%.4000s/metrics.jsonl", set->out);
-    if (ex_folder_make(r->metrics_path) != AMP_OK) return flag_refuse("metrics", "%s", ex_because(why));
-    r->metrics.file = open_memstream(&r->metrics.text, &r->metrics.bytes);
-    return r->metrics.file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
+    EX_TRY(training_open_files(&r->set.training, "", r->save, r->metrics_path));
+    return r->metrics_path[0] != 0 ? metrics_line_open(&r->metrics) : AMP_OK;
 }
 
 /* --precision adaptive. */
 static amp_result open_adapt(run *r) {
     static const amp_dtype ladders[][3] = {
         {AMP_F32}, {AMP_BF16, AMP_F32}, {AMP_F16, AMP_F32}, {AMP_FP8, AMP_BF16, AMP_F32}};
-    int lowest = ex_word_place(options[flag_index("lowest")].words, r->set.lowest);
+    int lowest = flag_choice_place("lowest", r->set.lowest);
     amp_adapt_desc desc;
     if (!r->set.adaptive) return AMP_OK;
     memset(&desc, 0, sizeof desc);
@@ -533,15 +463,15 @@ static int recovery_load(void *user, const amp_state *state) {
 
 static amp_result open_recovery(run *r) {
     amp_recovery_desc desc;
-    if (r->set.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
+    if (r->set.training.amp.nan_action != AMP_NAN_RECOVER) return AMP_OK;
     memset(&desc, 0, sizeof desc);
     desc.params = r->model.params;
     desc.n_params = r->model.n_params;
     desc.optimizer = r->optimizer;
     desc.scaler = r->scaler;
     desc.loader = r->loader;
-    desc.max_retries = r->set.amp.max_retries;
-    desc.batch_growth_interval = r->set.amp.batch_growth_interval;
+    desc.max_retries = r->set.training.amp.max_retries;
+    desc.batch_growth_interval = r->set.training.amp.batch_growth_interval;
     desc.save = recovery_save;
     desc.load = recovery_load;
     desc.user = r;
@@ -554,14 +484,10 @@ static amp_result open_watch(run *r) {
     amp_monitor_desc monitor;
     amp_tensor_stats_desc stats;
     memset(&monitor, 0, sizeof monitor);
-    EX_TRY(amp_settings_fill(&set->amp, r->amp, NULL, NULL, NULL, &monitor));
-    if (r->metrics.file != NULL) monitor.path = r->metrics_path;
-    monitor.append = *set->resume != 0;
     monitor.epoch = set->eval_interval > 0 ? r->start / set->eval_interval : 0;
     monitor.optimizer = r->optimizer;
     monitor.scaler = r->scaler;
-    if (amp_monitor_create(r->amp, &r->monitor, &monitor) != AMP_OK)
-        return flag_refuse("metrics", "%s", amp_last_error());
+    EX_TRY(training_open_monitor(&set->training, r->amp, &monitor, r->metrics_path, &r->monitor));
     if (*set->tensorboard != 0 && ranks.rank == 0 && board_open(&r->board, set->tensorboard) != AMP_OK) {
         char why[400];
         return flag_refuse("tensorboard", "%s", ex_because(why));
@@ -614,15 +540,15 @@ static amp_result load_position(run *r, const amp_state *state) {
     result = amp_loader_load(loader, state, "loader");
     if (result == AMP_OK) result = amp_loader_info_get(loader, &info);
     if (result != AMP_OK)
-        result = flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.resume,
+        result = flag_refuse("resume", "%s was trained on other data or another split: %s", r->set.training.resume,
                              amp_last_error());
     if (loader == r->loader) return result;
     amp_loader_destroy(loader);
     EX_TRY(result);
     read = info.index * old;
     if (read % now != 0)
-        return flag_refuse("change-batch", "%lld sequences of the epoch were read, which is no whole number of batches "
-                           "of %lld", (long long)read, (long long)now);
+        return flag_refuse("change-batch", "%lld sequences of the epoch were read, which is not a whole number of "
+                           "batches of %lld", (long long)read, (long long)now);
     EX_TRY(amp_loader_info_get(r->loader, &own));
     return read / now < own.batches ? amp_loader_seek(r->loader, info.epoch, read / now)
                                     : amp_loader_seek(r->loader, info.epoch + 1, 0);
@@ -633,14 +559,9 @@ static amp_result load_state(run *r, const amp_state *state) {
     EX_TRY(amp_state_get(state, "train.step", AMP_I64, &r->step, 1));
     EX_TRY(load_fp32_layers(r, state));
     EX_TRY(load_position(r, state));
-    EX_TRY(amp_optimizer_load(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL && amp_state_count(state, "scaler.scale", NULL) > 0)
-        EX_TRY(amp_scaler_load(r->scaler, state, "scaler"));
-    if (amp_state_count(state, "amp.fp8", NULL) > 0 && amp_fp8_load(r->amp, state, "amp") != AMP_OK)
-        return flag_refuse("resume", "%s", amp_last_error());
-    if (r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0)
-        EX_TRY(amp_adapt_load(r->adapt, state, "adapt"));
-    return amp_random_load(r->amp, state, "random");
+    EX_TRY(checkpoint_load(r->amp, r->optimizer, r->scaler, state));
+    return r->adapt != NULL && amp_state_count(state, "adapt.adapt", NULL) > 0
+               ? amp_adapt_load(r->adapt, state, "adapt") : AMP_OK;
 }
 
 static void close_run(run *r) {
@@ -650,17 +571,16 @@ static void close_run(run *r) {
     amp_tensor_stats_destroy(r->stats);
     amp_recovery_destroy(r->recovery);
     board_close(&r->board);
-    if (r->metrics.file != NULL) fclose(r->metrics.file);
-    free(r->metrics.text);
+    metrics_line_close(&r->metrics);
     free(r->fp32_layers.text);
     free(r->host_losses);
     amp_free(r->amp, r->micro_losses);
     amp_free(r->amp, r->micro_tokens);
-    if (r->optimizer != NULL) amp_optimizer_destroy(r->optimizer);
-    if (r->scaler != NULL) amp_scaler_destroy(r->scaler);
+    amp_optimizer_destroy(r->optimizer);
+    amp_scaler_destroy(r->scaler);
     gpt_destroy(&r->model);
     gpt_file_close(&r->file);
-    if (r->loader != NULL) amp_loader_destroy(r->loader);
+    amp_loader_destroy(r->loader);
     bpe_close(&r->tokenizer);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
@@ -671,7 +591,7 @@ static amp_result open_training(run *r, const amp_state *resumed) {
     EX_TRY(open_data(r));
     EX_TRY(open_files(r));
     EX_TRY(open_model(r, resumed));
-    EX_TRY(open_scaler(r));
+    EX_TRY(training_open_scaler(&r->set.training, r->amp, &r->scaler));
     EX_TRY(open_optimizer(r));
     EX_TRY(open_weights(r, resumed));
     EX_TRY(open_loader(r));
@@ -690,15 +610,13 @@ static amp_result open_run(run *r, const settings *set, const amp_state *resumed
     memset(r, 0, sizeof *r);
     r->set = *set;
     EX_TRY(open_context(r));
-    EX_TRY(resume_own(&set->ranks, r->amp, resumed, &own));
+    EX_TRY(resume_own(&set->training.ranks, r->amp, resumed, &own));
     result = open_training(r, own != NULL ? own : resumed);
     amp_state_destroy(own);
     return result;
 }
 
-/* ==== Checkpoints ================================================================================
-   NAME.state alone is the checkpoint: it also holds the weights and is replaced in one rename, so it is always whole.
-   NAME.safetensors, written after it, has the same weights for other programs. */
+/* ==== Checkpoints ================================================================================ */
 
 static amp_result put_config(const run *r, amp_state *state) {
     json_buffer b = {NULL, 0, 0, 0};
@@ -710,27 +628,20 @@ static amp_result put_config(const run *r, amp_state *state) {
     return result;
 }
 
-static amp_result put_training(run *r, amp_state *state) {
+static amp_result put_training(void *user, amp_state *state) {
+    run *r = (run *)user;
     const gpt_config *c = &r->model.config;
-    const int64_t batch[] = {r->set.batch, r->set.accumulation, ranks.world};
     int64_t shape[SHAPE_NUMBERS];
     shape[0] = c->vocab; shape[1] = c->positions; shape[2] = c->channels; shape[3] = c->heads; shape[4] = c->layers;
-    EX_TRY(saved_options_put(state, session_options));
-    EX_TRY(settings_put(&r->set.amp, state));
+    EX_TRY(checkpoint_put_run(&r->set.training, session_options, r->step, r->set.batch, r->set.accumulation, state));
     if (r->fp32_layers.used > 0)
         EX_TRY(amp_state_put(state, "train.fp32_layers", AMP_U8, r->fp32_layers.text, (int64_t)r->fp32_layers.used));
     EX_TRY(amp_state_put(state, "train.shape", AMP_I64, shape, SHAPE_NUMBERS));
     EX_TRY(put_config(r, state));
-    EX_TRY(amp_state_put(state, "train.step", AMP_I64, &r->step, 1));
-    EX_TRY(amp_state_put(state, "train.batch", AMP_I64, batch, 3));
     if (r->recovery != NULL) EX_TRY(amp_recovery_save(r->recovery, state, "train"));
-    EX_TRY(model_save_state(r->amp, r->model.params, r->model.n_params, state));
-    EX_TRY(amp_optimizer_save(r->optimizer, state, "optimizer"));
-    if (r->scaler != NULL) EX_TRY(amp_scaler_save(r->scaler, state, "scaler"));
     if (r->adapt != NULL) EX_TRY(amp_adapt_save(r->adapt, state, "adapt"));
     EX_TRY(amp_loader_save(r->loader, state, "loader"));
-    EX_TRY(amp_fp8_save(r->amp, state, "amp"));
-    return amp_random_save(r->amp, state, "random");
+    return checkpoint_put_model(r->amp, r->model.params, r->model.n_params, r->optimizer, r->scaler, state);
 }
 
 /* The weights for other programs. */
@@ -739,34 +650,12 @@ static amp_result save_weights(run *r) {
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
-    return config_path(r, path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
+    return training_beside(r->save, "config.json", path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
 }
 
 static amp_result save_run(run *r) {
-    char path[PATH_MAX + 16];
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    snprintf(path, sizeof path, "%s.state", r->save);
-    if (result == AMP_OK)
-        result = rank_flags_own_states(&r->set.ranks) ? amp_state_save_ranks(r->amp, state, path)
-                                                 : amp_state_save(state, path);
-    amp_state_destroy(state);
-    return result == AMP_OK ? save_weights(r) : result;
-}
-
-/* Proves before the first step that the run will be able to save. */
-static amp_result try_to_save(run *r) {
-    amp_state *state;
-    amp_result result;
-    if (r->save[0] == 0) return AMP_OK;
-    EX_TRY(amp_state_create(&state, NULL));
-    result = put_training(r, state);
-    if (result == AMP_OK) result = checkpoint_try(state, r->save);
-    amp_state_destroy(state);
-    return result;
+    EX_TRY(checkpoint_save(&r->set.training, r->save, r->amp, put_training, r));
+    return save_weights(r);
 }
 
 /* 1: NAME.safetensors or its config.json is missing, or the former is damaged or of another step: the run was killed
@@ -779,7 +668,8 @@ static int weights_are_old(const run *r) {
     if (gpt_file_open(&file, path) != AMP_OK) return 1;
     if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
-    return atoll(step) != r->step || (config_path(r, path, sizeof path) && access(path, R_OK) != 0);
+    return atoll(step) != r->step ||
+           (training_beside(r->save, "config.json", path, sizeof path) && access(path, R_OK) != 0);
 }
 
 #endif

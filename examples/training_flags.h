@@ -1,41 +1,108 @@
-/* training_flags.h - flags that trainers share: the loss scaler's and those of ranks; the settings of --config, --env
- * and a checkpoint; and what a checkpoint keeps of the command line.
+/* training_flags.h - flags that trainers share: of precision, the optimizer, files, the loss scaler and ranks.
  *
- * A program adds the two tables to its own (flag_program.shared), with the fields `amp` and `ranks` of its settings. */
+ * A program's settings hold a training_settings, and its flag_program.parts have these tables among its own: fields of
+ * scaler_flags are those of .amp, fields of rank_flags those of .ranks. */
 #ifndef EXAMPLE_TRAINING_FLAGS_H
 #define EXAMPLE_TRAINING_FLAGS_H
 
 #include "flags.h"
 #include "ranks.h"
-#include "safetensors.h"
+
+typedef struct rank_settings {
+    const char *file, *shard, *wire, *sync_wire;
+    int64_t sync_every, overlap_param_gather, deterministic, bucket_mb, change_batch, nccl;
+    double timeout, outer_lr, outer_momentum;
+} rank_settings;
+
+typedef struct training_settings {
+    amp_settings amp;               /* from flags, --config and --env */
+    rank_settings ranks;
+    const char *config, *device, *out, *save, *resume, *metrics;
+    int64_t env, allow_fallback, save_interval, stop_after;
+} training_settings;
+
+#define TRAINING_FIELD(name) offsetof(training_settings, name)
+#define HUGE_COUNT 9e15
+
+/* ---- Precision, the optimizer and files.  A program has more of each: of precision and files before these, under its
+   heading, and of the optimizer after them. */
+
+static const flag_row precision_flags[] = {
+    {"level", FLAG_SETTING, TRAINING_FIELD(amp), "O1", 0, 0, "level",
+     "O0 computes in fp32, O1 casts the operands of operators, O2 has 16-bit weights with fp32 master weights, and "
+     "O3 has 16-bit weights without master weights."},
+    {"policy", FLAG_SETTING, TRAINING_FIELD(amp), "fused", 0, 0, "policy", "The table of autocast: fused or torch."},
+    {"config", FLAG_TEXT, TRAINING_FIELD(config), "", 0, 0, NULL,
+     "A file of lines \"key = value\" with the keys of amp_settings, such as examples/max.conf. Flags override it."},
+    {"env", FLAG_SWITCH, TRAINING_FIELD(env), "off", 0, 0, NULL,
+     "Reads the same settings from environment variables such as AMP_DTYPE=bf16, which override the file."},
+    {"allow-fallback", FLAG_SWITCH, TRAINING_FIELD(allow_fallback), "off", 0, 0, NULL,
+     "Uses the nearest precision if this machine lacks the requested one."},
+    {"device", FLAG_TEXT, TRAINING_FIELD(device), "auto", 0, 0, NULL, flag_device_help},
+    {"threads", FLAG_SETTING, TRAINING_FIELD(amp), "all", 0, 0, "threads",
+     "The number of CPU threads, from 1 to 1024."},
+};
+static const flag_row optimizer_flags[] = {
+    {"Optimizer (AdamW)", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
+    {"moments", FLAG_SETTING, TRAINING_FIELD(amp), "fp32", 0, 0, "moments",
+     "How the two moments of the optimizer are stored: fp32, bf16 or 8bit."},
+    {"clip", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "clip_norm", "The largest gradient norm, or none."},
+    {"accumulation", FLAG_SETTING, TRAINING_FIELD(amp), "1", 0, 0, "accumulation",
+     "The number of micro-batches per step."},
+};
+static const flag_row file_flags[] = {
+    {"save", FLAG_TEXT, TRAINING_FIELD(save), "", 0, 0, NULL,
+     "Saves NAME.safetensors and NAME.state. If empty, NAME is model in the folder of --out. With none, nothing is "
+     "saved."},
+    {"save-interval", FLAG_INTEGER, TRAINING_FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0",
+     "The number of steps between two checkpoints."},
+    {"resume", FLAG_TEXT, TRAINING_FIELD(resume), "", 0, 0, NULL,
+     "Continues from NAME.state, with the flags that the run was started with."},
+    {"stop-after", FLAG_INTEGER, TRAINING_FIELD(stop_after), "never", 1, HUGE_COUNT, "never=0",
+     "Saves and stops after this many steps of this session. Continue with --resume."},
+    {"metrics", FLAG_TEXT, TRAINING_FIELD(metrics), "", 0, 0, NULL,
+     "The file for metrics, as JSON lines. If empty, it is metrics.jsonl in the folder of --out. With none, no "
+     "metrics are written."},
+};
+
+static const char training_ending[] =
+    "Ctrl-C saves and stops, and so do kill and a closed terminal.\n"
+    "Exit codes: 0 done, 1 failed, 2 refused, 75 stopped by SIGTERM or SIGUSR1, to be started again with\n"
+    "--resume, 130 stopped by Ctrl-C.";
 
 /* ---- The loss scaler */
 
 static const flag_row scaler_flags[] = {
     {"Loss scaler", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
-    {"scaler", FLAG_SETTING, 0, "auto", 0, 0, "scaler", "auto: with fp16; on, off"},
+    {"scaler", FLAG_SETTING, 0, "auto", 0, 0, "scaler",
+     "Whether there is a loss scaler: on, off, or auto, which has one with fp16."},
     {"preset", FLAG_SETTING, 0, "default", 0, 0, "scaler_preset",
-     "rule and numbers of: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, metaseq, flax, keras"},
+     "Whose rule and numbers the loss scaler has: torch, apex, megatron, deepspeed, deepspeed_fused, fairseq, "
+     "metaseq, flax, keras, or amp.h's own by default."},
     {"init-scale", FLAG_SETTING, 0, "default", 0, 0, "init_scale",
-     "first scale; default: the preset's, here and below"},
-    {"growth-factor", FLAG_SETTING, 0, "default", 0, 0, "growth_factor", "above 1"},
-    {"backoff-factor", FLAG_SETTING, 0, "default", 0, 0, "backoff_factor", "below 1"},
-    {"growth-interval", FLAG_SETTING, 0, "default", 0, 0, "growth_interval", "clean steps before it grows, or none"},
-    {"min-scale", FLAG_SETTING, 0, "default", 0, 0, "min_scale", "floor, or none"},
-    {"max-scale", FLAG_SETTING, 0, "default", 0, 0, "max_scale", "ceiling, or none"},
-    {"hysteresis", FLAG_SETTING, 0, "default", 0, 0, "hysteresis", "overflows it takes to shrink"},
+     "The first loss scale. Here and in the flags below, default means that of the preset."},
+    {"growth-factor", FLAG_SETTING, 0, "default", 0, 0, "growth_factor",
+     "The loss scale grows by this factor, which is above 1."},
+    {"backoff-factor", FLAG_SETTING, 0, "default", 0, 0, "backoff_factor",
+     "The loss scale shrinks by this factor, which is below 1."},
+    {"growth-interval", FLAG_SETTING, 0, "default", 0, 0, "growth_interval",
+     "The number of clean steps before the loss scale grows, or none."},
+    {"min-scale", FLAG_SETTING, 0, "default", 0, 0, "min_scale", "The lowest loss scale, or none."},
+    {"max-scale", FLAG_SETTING, 0, "default", 0, 0, "max_scale", "The highest loss scale, or none."},
+    {"hysteresis", FLAG_SETTING, 0, "default", 0, 0, "hysteresis",
+     "The number of overflows after which the loss scale shrinks."},
     {"tolerance", FLAG_SETTING, 0, "default", 0, 0, "tolerance",
-     "overflow rate that shrinks whatever the hysteresis"},
-    {"static-scale", FLAG_SETTING_SWITCH, 0, "off", 0, 0, "frozen", "the scale never changes"},
+     "The rate of overflows at which the loss scale shrinks, whatever the hysteresis."},
+    {"static-scale", FLAG_SETTING_SWITCH, 0, "off", 0, 0, "frozen", "Keeps the first loss scale unchanged."},
 };
-enum { N_SCALER_FLAGS = (int)(sizeof scaler_flags / sizeof *scaler_flags), FIRST_OF_SCALER = 2 };
+enum { N_SCALER_FLAGS = FLAG_ROWS(scaler_flags), FIRST_OF_SCALER = 2 };
 
 /* Prints which of them were given, where there is no scaler. */
 static inline void scaler_flags_without_effect(void) {
     int i, n = 0;
     for (i = FIRST_OF_SCALER; i < N_SCALER_FLAGS; i++)
         if (flag_was_given(scaler_flags[i].name))
-            printf("%s--%s", n++ > 0 ? ", " : ", so no effect from ", scaler_flags[i].name);
+            printf("%s--%s", n++ > 0 ? ", " : ", so these flags have no effect: ", scaler_flags[i].name);
 }
 static inline amp_result scaler_flags_check(const amp_settings *amp) {
     int i;
@@ -47,43 +114,42 @@ static inline amp_result scaler_flags_check(const amp_settings *amp) {
 
 /* ---- Ranks */
 
-typedef struct rank_settings {
-    const char *file, *shard, *wire, *sync_wire;
-    int64_t sync_every, overlap_param_gather, deterministic, bucket_mb, change_batch, nccl;
-    double timeout, outer_lr, outer_momentum;
-} rank_settings;
-
 #define RANK_FIELD(name) offsetof(rank_settings, name)
 static const flag_row rank_flags[] = {
     {"Ranks: processes that train together", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"sync-every", FLAG_INTEGER, RANK_FIELD(sync_every), "off", 1, 1 << 30, "off=0",
-     "ranks train alone for so many steps, then combine their changes (DiLoCo): for slow networks; off: every step"},
+     "The number of steps that ranks train alone before they combine their changes (DiLoCo), for slow networks. "
+     "With off, they combine their gradients in every step."},
     {"outer-lr", FLAG_NUMBER, RANK_FIELD(outer_lr), "0.7", 0, 100, NULL,
-     "of --sync-every: learning rate of the combination"},
+     "With --sync-every, the learning rate of the combination."},
     {"outer-momentum", FLAG_NUMBER, RANK_FIELD(outer_momentum), "0.9", 0, 0.999, NULL,
-     "of --sync-every: its Nesterov momentum; for short runs lower: 0.9 is of some ten combinations"},
+     "With --sync-every, the Nesterov momentum of the combination. 0.9 averages over some ten combinations, so "
+     "short runs need less."},
     {"sync-wire", FLAG_CHOICE, RANK_FIELD(sync_wire), "fp32", 0, 0, "fp32 bf16",
-     "of --sync-every: what changes are sent in"},
+     "With --sync-every, the dtype in which changes are sent."},
     {"shard", FLAG_CHOICE, RANK_FIELD(shard), "none", 0, 0, "none states gradients",
-     "states: each rank keeps masters and moments of its part of the weights; gradients: their gradients too, on the "
-     "CPU (ZeRO stages 1 and 2)"},
+     "With states, each rank keeps the master weights and moments of its part of the weights. With gradients, on "
+     "the CPU, it keeps the gradients of that part too. (These are ZeRO stages 1 and 2.)"},
     {"overlap-param-gather", FLAG_SWITCH, RANK_FIELD(overlap_param_gather), "off", 0, 0, NULL,
-     "with --shard, on the CPU: weights are gathered while the next forward runs"},
+     "With --shard, on the CPU, gathers weights while the next forward runs."},
     {"deterministic", FLAG_SWITCH, RANK_FIELD(deterministic), "off", 0, 0, NULL,
-     "ranks sum gradients in their order, in fp32: the same bits with any --shard"},
-    {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16", "gradients between ranks"},
+     "Sums gradients in the order of the ranks and in fp32, which gives the same bits with any --shard."},
+    {"wire", FLAG_CHOICE, RANK_FIELD(wire), "fp32", 0, 0, "fp32 bf16",
+     "The dtype in which gradients are sent between ranks."},
     {"bucket-mb", FLAG_INTEGER, RANK_FIELD(bucket_mb), "25", 1, 1 << 20, NULL,
-     "megabytes of gradients that ranks sum at a time, while backward runs"},
+     "The megabytes of gradients that ranks sum at a time, while backward runs."},
     {"change-batch", FLAG_SWITCH, RANK_FIELD(change_batch), "off", 0, 0, NULL,
-     "with --resume: let micro-batch x accumulation x ranks differ from the checkpoint's, which is refused else"},
+     "With --resume, lets micro-batch x accumulation x ranks differ from the checkpoint's. Without this flag, such "
+     "a run is refused."},
     {"rank-file", FLAG_TEXT, RANK_FIELD(file), "", 0, 0, NULL,
-     "a file through which they meet, seen by all, instead of the variables MASTER_ADDR and MASTER_PORT"},
+     "A file that all ranks can read and write, through which they meet. It replaces the variables MASTER_ADDR and "
+     "MASTER_PORT."},
     {"rank-timeout", FLAG_NUMBER, RANK_FIELD(timeout), "60", 0.001, 1e6, NULL,
-     "seconds to wait for a rank before all fail; longer than a checkpoint takes"},
+     "The number of seconds to wait for a rank before all ranks fail. It must be more than a checkpoint takes."},
     {"nccl", FLAG_SWITCH, RANK_FIELD(nccl), "off", 0, 0, NULL,
-     "gradients go from GPU to GPU, over libnccl.so.2, and --device cuda is the GPU of LOCAL_RANK; off: over the host"},
+     "Sends gradients from GPU to GPU with libnccl.so.2, and lets --device cuda mean the GPU of LOCAL_RANK. Without "
+     "this flag, gradients pass through CPU memory."},
 };
-enum { N_RANK_FLAGS = (int)(sizeof rank_flags / sizeof *rank_flags) };
 
 static inline amp_result rank_flags_check(const rank_settings *set, const char *resume) {
     static const char *const outer[] = {"outer-lr", "outer-momentum", "sync-wire"};
@@ -135,196 +201,33 @@ static inline int rank_flags_own_states(const rank_settings *set) {
     return ranks.world > 1 && (strcmp(set->shard, "none") != 0 || set->sync_every > 0);
 }
 
-/* A resumed run has the checkpoint's global batch, whatever the number of ranks: each takes its share.  *batch: a
-   rank's micro-batch. */
-static inline amp_result rank_flags_batch(const rank_settings *set, const amp_state *state, int64_t accumulation,
-                                          int64_t *batch) {
-    int64_t was[3], all, before, now;       /* train.batch: a rank's micro-batch, accumulation, ranks */
-    if (amp_state_count(state, "train.batch", NULL) < 0) return AMP_OK;         /* of version 0.1.0 */
-    EX_TRY(amp_state_get(state, "train.batch", AMP_I64, was, 3));
-    all = was[0] * was[2];
-    if (!flag_was_given("batch")) {
-        if (all % ranks.world != 0)
-            return flag_refuse("resume", "the checkpoint's %lld samples in a micro-batch of all ranks do not divide "
-                               "by %d ranks: start as many as divide them, or give --batch and --change-batch",
-                               (long long)all, (int)ranks.world);
-        *batch = all / ranks.world;
-    }
-    before = all * was[1];
-    now = *batch * accumulation * ranks.world;
-    if (before == now || set->change_batch) return AMP_OK;
-    return flag_refuse(flag_was_given("batch") ? "batch" : "accumulation", "%lld x %lld x %d ranks are %lld samples "
-                       "in a step, the checkpoint was trained with %lld: drop it, or give --change-batch",
-                       (long long)*batch, (long long)accumulation, (int)ranks.world, (long long)now,
-                       (long long)before);
+/* ---- All of them */
+
+/* Refuses values that are legal alone but not together.  The program has a flag --init. */
+static inline amp_result training_flags_check(const training_settings *set) {
+    EX_TRY(rank_flags_check(&set->ranks, set->resume));
+    EX_TRY(scaler_flags_check(&set->amp));
+    if (*set->resume != 0 && flag_was_given("init"))
+        return flag_refuse("init", "a resumed run already has weights: drop --init or --resume");
+    if (flag_was_given("save-interval") && strcmp(set->save, "none") == 0)
+        return flag_refuse("save-interval", "contradicts --save none");
+    return AMP_OK;
 }
 
-/* ---- Settings */
+/* A size of the model: the value of its flag, that which --model stands for, and that of a file. */
+typedef struct model_dimension { const char *flag; int64_t given, of_model, of_file; } model_dimension;
 
-/* The settings of a checkpoint are a file of settings. */
-static inline amp_result settings_of_state(amp_settings *amp, const amp_state *state) {
-    int64_t n = amp_state_count(state, "train.settings", NULL);
-    char *text = n > 0 ? (char *)malloc((size_t)n) : NULL;
-    amp_result result;
-    if (n <= 0) return AMP_OK;
-    if (text == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's settings");
-    result = amp_state_get(state, "train.settings", AMP_U8, text, n);
-    if (result == AMP_OK) result = amp_settings_read_text(amp, "the checkpoint", text, (size_t)n);
-    free(text);
-    amp->debug = amp->threads = 0;  /* per session, like the loader's settings */
-    amp->workers = amp->prefetch = amp->disable_pinned = 0;
-    return result;
-}
-
-/* Completes set's `amp`, which has defaults and flags: the checkpoint (NULL: none), --config, --env, then the flags
-   again. */
-static inline amp_result settings_read(void *set, amp_settings *amp, const char *config, int64_t env,
-                                       const amp_state *resumed) {
+/* Refuses a file whose model contradicts the flags given. */
+static inline amp_result training_check_dimensions(const model_dimension *d, int n) {
     int i;
-    if (resumed != NULL) EX_TRY(settings_of_state(amp, resumed));
-    if (*config != 0 && amp_settings_read_file(amp, NULL, config) != AMP_OK)
-        return flag_refuse("config", "%s", amp_last_error());
-    if (env && amp_settings_read_env(amp) != AMP_OK) return flag_refuse("env", "%s", amp_last_error());
-    for (i = 0; i < flag_count(); i++)
-        if (flag_given.on_command_line[i] && flag_is_setting(flag_at(i)))
-            EX_TRY(flag_parse(i, flag_given.text[i], set));
-    if (amp->mode == AMP_MODE_INFERENCE) return ex_fail(AMP_ERR_RANGE, "mode = inference: this program trains");
-    return AMP_OK;
-}
-
-/* The loader's settings and the threads are left out: they belong to a session, and change no result. */
-static inline amp_result settings_put(const amp_settings *amp, amp_state *state) {
-    char text[8192];
-    amp_settings kept = *amp;
-    size_t bytes;
-    kept.threads = kept.workers = kept.prefetch = kept.disable_pinned = 0;
-    bytes = amp_settings_text(&kept, text, sizeof text);
-    if (bytes >= sizeof text) return ex_fail(AMP_ERR_SIZE, "the settings are too long");
-    return amp_state_put(state, "train.settings", AMP_U8, text, (int64_t)bytes);
-}
-
-/* ---- The command line in a checkpoint.  NAME.state has its options, but for those that belong to one session. */
-
-static char *saved_options;             /* the texts of the resumed checkpoint */
-
-/* PATH without ".state" or ".safetensors". */
-static inline const char *without_suffix(const char *path) {
-    static char copies[2][PATH_MAX];
-    static int next;
-    static const char *const suffixes[] = {".state", ".safetensors"};
-    size_t length = strlen(path), i;
-    char *copy = copies[next++ & 1];
-    snprintf(copy, PATH_MAX, "%s", path);
-    for (i = 0; i < 2; i++) {
-        size_t n = strlen(suffixes[i]);
-        if (length > n && length < PATH_MAX && strcmp(path + length - n, suffixes[i]) == 0) copy[length - n] = 0;
-    }
-    return copy;
-}
-
-/* Takes from a checkpoint the options not on the command line.  Their format: "name=value\n". */
-static inline amp_result saved_options_read(const amp_state *state) {
-    int64_t n = amp_state_count(state, "train.options", NULL), named = amp_state_count(state, "train.program", NULL);
-    char *line, *next, program[64] = "train_gpt";       /* which alone did not name itself in version 0.1.0 */
-    if (named > 0 && named < (int64_t)sizeof program) {
-        EX_TRY(amp_state_get(state, "train.program", AMP_U8, program, named));
-        program[named] = 0;
-    }
-    if (n < 0 || strcmp(program, flag_given.program) != 0)
-        return flag_refuse("resume", "is not a checkpoint of %s", flag_given.program);
-    saved_options = (char *)calloc((size_t)n + 1, 1);
-    if (saved_options == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the checkpoint's options");
-    EX_TRY(amp_state_get(state, "train.options", AMP_U8, saved_options, n));
-    for (line = saved_options; *line != 0; line = next) {
-        char *end = strchr(line, '\n'), *equals = strchr(line, '=');
-        int at;
-        next = end != NULL ? end + 1 : line + strlen(line);
-        if (end != NULL) *end = 0;
-        if (equals == NULL) continue;
-        *equals = 0;
-        at = flag_index(line);
-        if (at >= 0 && flag_given.text[at] == NULL) flag_given.text[at] = equals + 1;
+    for (i = 0; i < n; i++) {
+        int given = flag_was_given(d[i].flag);
+        int64_t wanted = given ? d[i].given : flag_was_given("model") ? d[i].of_model : 0;
+        if (wanted > 0 && wanted != d[i].of_file)
+            return flag_refuse(given ? d[i].flag : "model", "the model in the file has %s = %lld", d[i].flag,
+                               (long long)d[i].of_file);
     }
     return AMP_OK;
-}
-
-/* The options that a resumed run needs.  session: names of those that it does not, up to a NULL. */
-static inline amp_result saved_options_put(amp_state *state, const char *const *session) {
-    static const char *const always[] = {"rank-file", "rank-timeout", "change-batch", "nccl", NULL};
-    const char *const *of_session[2];
-    json_buffer b = {NULL, 0, 0, 0};
-    amp_result result;
-    int i, k, list;
-    of_session[0] = session; of_session[1] = always;
-    for (i = 0; i < flag_count(); i++) {
-        const flag_row *o = flag_at(i);
-        int left = o->type == FLAG_HEADING || flag_is_setting(o) || flag_given.text[i] == NULL;
-        for (list = 0; list < 2; list++)
-            for (k = 0; of_session[list][k] != NULL && !left; k++) left = strcmp(o->name, of_session[list][k]) == 0;
-        if (!left) json_add(&b, "%s=%s\n", o->name, flag_given.text[i]);
-    }
-    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the options")
-                      : amp_state_put(state, "train.options", AMP_U8, b.used > 0 ? b.text : "", (int64_t)b.used);
-    free(b.text);
-    EX_TRY(result);
-    return amp_state_put(state, "train.program", AMP_U8, flag_given.program, (int64_t)strlen(flag_given.program));
-}
-
-/* Writes a checkpoint beside the one to come, and removes it: what cannot be saved, for want of memory, disk space or
-   permission, is known before the first step instead of after the last. */
-static inline amp_result checkpoint_try(const amp_state *state, const char *save) {
-    char path[PATH_MAX + 32], why[400];
-    amp_result result;
-    snprintf(path, sizeof path, "%s.trial%d.state", save, (int)ranks.rank);
-    ex_remove_unfinished(path);         /* of a run that was killed here */
-    result = amp_state_save(state, path);
-    (void)remove(path);
-    return result == AMP_OK ? AMP_OK
-                            : ex_fail(result, "this run could not be saved, so it does not begin: %s", ex_because(why));
-}
-
-static int resume_of_ranks;             /* 1: each rank has saved its own */
-static inline void resume_path(char *path, size_t size) {
-    snprintf(path, size, "%.4000s.state", flag_given.text[flag_index("resume")]);
-}
-
-/* The checkpoint of --resume, and its options; *resumed NULL: none is given. */
-static inline amp_result resume_open(amp_state **resumed) {
-    int resume = flag_index("resume");
-    char path[PATH_MAX];
-    *resumed = NULL;
-    if (flag_given.text[resume] == NULL || *flag_given.text[resume] == 0) return AMP_OK;
-    flag_given.text[resume] = without_suffix(flag_given.text[resume]);
-    resume_path(path, sizeof path);
-    if (amp_state_load(resumed, NULL, path) != AMP_OK) return flag_refuse("resume", "%s", amp_last_error());
-    resume_of_ranks = amp_state_count(*resumed, "ranks.index", NULL) > 0;
-    if (resume_of_ranks) {
-        amp_state_destroy(*resumed);
-        *resumed = NULL;
-        if (amp_state_load_ranks(NULL, resumed, path) != AMP_OK)
-            return flag_refuse("resume", "%s", amp_last_error());
-    }
-    return saved_options_read(*resumed);
-}
-
-/* With --sync-every each rank goes on from its own state; *own NULL: from rank 0's, which after a combination will do
-   for other ranks. */
-static inline amp_result resume_own(const rank_settings *set, const amp_context *amp, const amp_state *resumed,
-                                    amp_state **own) {
-    char path[PATH_MAX];
-    int64_t was[3], step;
-    *own = NULL;
-    if (resumed == NULL || !resume_of_ranks || set->sync_every == 0) return AMP_OK;
-    EX_TRY(amp_state_get(resumed, "train.batch", AMP_I64, was, 3));
-    EX_TRY(amp_state_get(resumed, "train.step", AMP_I64, &step, 1));
-    if (was[2] != ranks.world && step % set->sync_every != 0)
-        return flag_refuse("resume", "%lld ranks have saved it at step %lld, between two combinations, and this is one "
-                           "of %d: start %lld, and save at a multiple of --sync-every %lld for others",
-                           (long long)was[2], (long long)step, (int)ranks.world, (long long)was[2],
-                           (long long)set->sync_every);
-    if (was[2] != ranks.world) return AMP_OK;
-    resume_path(path, sizeof path);
-    return amp_state_load_ranks(amp, own, path) == AMP_OK ? AMP_OK : flag_refuse("resume", "%s", amp_last_error());
 }
 
 #endif

@@ -25,17 +25,22 @@ typedef struct settings {
 
 #define FIELD(name) offsetof(settings, name)
 static const flag_row options[] = {
-    {"run", FLAG_TEXT, FIELD(run), "", 0, 0, NULL, "folder of a run, or its JSON lines; empty: the newest below out/"},
-    {"once", FLAG_SWITCH, FIELD(once), "off", 0, 0, NULL, "one picture, as where the output is no terminal"},
-    {"interval", FLAG_NUMBER, FIELD(interval), "1", 0.1, 3600, NULL, "seconds between pictures"},
-    {"columns", FLAG_INTEGER, FIELD(columns), "auto", 30, 400, "auto=0", "of the picture; auto: the terminal's, or 80"},
-    {"page", FLAG_TEXT, FIELD(page), "", 0, 0, NULL, "HTML; empty: watch.html beside the lines; none: nothing"},
-    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "this text"},
+    {"run", FLAG_TEXT, FIELD(run), "", 0, 0, NULL,
+     "The folder of a run, or its JSON lines. If empty, it is the newest run below out/."},
+    {"once", FLAG_SWITCH, FIELD(once), "off", 0, 0, NULL,
+     "Prints one picture and ends. This is also what happens if the output is not a terminal."},
+    {"interval", FLAG_NUMBER, FIELD(interval), "1", 0.1, 3600, NULL, "The number of seconds between two pictures."},
+    {"columns", FLAG_INTEGER, FIELD(columns), "auto", 30, 400, "auto=0",
+     "The width of the picture. With auto, it is that of the terminal, or 80."},
+    {"page", FLAG_TEXT, FIELD(page), "", 0, 0, NULL,
+     "The file for the same picture as a web page. If empty, it is watch.html beside the JSON lines. With none, no "
+     "page is written."},
+    {"help", FLAG_SWITCH, FIELD(help), "off", 0, 0, NULL, "Prints this text."},
 };
 static flag_program flag_given = {
-    .program = "watch", .summary = "shows a training as it runs, from its JSON lines",
-    .options = options, .n = (int)(sizeof options / sizeof *options),
-    .ending = "Exit codes: 0 shown, also until Ctrl-C; 2 refused."
+    .program = "watch", .summary = "shows a training run as it runs, from its JSON lines",
+    .parts = {{options, FLAG_ROWS(options), 0}},
+    .ending = "Exit codes: 0 shown, also if Ctrl-C ended it, 2 refused."
 };
 
 /* ==== A run, from its lines ====================================================================== */
@@ -200,12 +205,14 @@ static amp_result run_read(run *r) {
         if (record_read(&line, at, (size_t)(end - at))) { EX_TRY(run_add(r, &line)); r->records++; continue; }
         bad = no_number(at, end);
         if (*at == '{' && bad != NULL)
-            return ex_fail(AMP_ERR_RANGE, "%s: line %lld: %s is no JSON; write null", r->path, (long long)number, bad);
+            return ex_fail(AMP_ERR_RANGE, "%s: line %lld: %s is not JSON; write null instead", r->path,
+                           (long long)number, bad);
         if (end == stop && (r->records > 0 || *at == '{')) break;
         if (r->records == 0)
-            return ex_fail(AMP_ERR_RANGE, "%s: line %lld is no record: must be metrics, JSON lines with an \"event\"",
+            return ex_fail(AMP_ERR_RANGE, "%s: line %lld is not a record: the file must be metrics, JSON lines with "
+                                          "an \"event\"",
                            r->path, (long long)number);
-        snprintf(r->remark, sizeof r->remark, "line %lld left out: it is no whole record", (long long)number);
+        snprintf(r->remark, sizeof r->remark, "line %lld is left out: it is not a whole record", (long long)number);
     }
     return AMP_OK;
 }
@@ -221,8 +228,9 @@ static amp_result run_find(run *r, const char *given) {
         int folder = stat(given, &info) == 0 && S_ISDIR(info.st_mode);
         if (strlen(given) > PATH_MAX - 100) return flag_refuse("run", "the path is too long");
         snprintf(r->path, sizeof r->path, "%.4000s%s", given, folder ? "/metrics.jsonl" : "");
-        if (stat(r->path, &info) != 0) return flag_refuse("run", "no run there: %.200s: %s", r->path, strerror(errno));
-        return S_ISREG(info.st_mode) ? AMP_OK : flag_refuse("run", "is no file");
+        if (stat(r->path, &info) != 0)
+            return flag_refuse("run", "there is no run: %.200s: %s", r->path, strerror(errno));
+        return S_ISREG(info.st_mode) ? AMP_OK : flag_refuse("run", "is not a file");
     }
     for (k = 0; k < 3; k++) {
         if (glob(patterns[k], 0, NULL, &found) != 0) continue;
@@ -234,7 +242,8 @@ static amp_result run_find(run *r, const char *given) {
         globfree(&found);
     }
     return r->path[0] != 0 ? AMP_OK
-        : ex_fail(AMP_ERR_OPEN, "no run found: no metrics.jsonl is below out/; --run (make: RUN=) names a folder");
+        : ex_fail(AMP_ERR_OPEN, "no run was found: there is no metrics.jsonl below out/; name a folder with --run "
+                                "(make: RUN=)");
 }
 
 /* Where the page goes; "": nowhere. */

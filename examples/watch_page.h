@@ -24,7 +24,7 @@ static const char watch_page_read[] =
     "  const lines=text.split('\\n');\n"
     "  lines.forEach((line,i)=>{\n"
     "    let e;if(!line.trim())return;\n"
-    "    try{e=JSON.parse(line)}catch(x){if(i<lines.length-1)r.bad='line '+(i+1)+' is no whole record';return}\n"
+    "    try{e=JSON.parse(line)}catch(x){if(i<lines.length-1)r.bad='line '+(i+1)+' is not a whole record';return}\n"
     "    if(e.event==='run'){const at=e.step||0;r.last=at;r.steps=e.steps;r.dtype=e.precision;r.level=e.level;\n"
     "      r.layers.clear();for(const s of Object.values(r.of))while(s.length&&s[s.length-1][0]>at)s.pop();return}\n"
     "    const step=e.step===undefined?r.last:e.step,own=e.event==='step';\n"

@@ -62,7 +62,7 @@ static inline int32_t wordpiece_find(const wordpiece *w, const char *prefix, con
 static inline int wordpiece_lines(wordpiece *w, const char *path) {
     int64_t at = 0, bytes = (int64_t)w->text_bytes, lines = 1, i;
     for (i = 0; i < bytes; i++) lines += w->text[i] == '\n';
-    if (lines > (int64_t)1 << 24) return st_fail(ST_ERR_SIZE, "%s: more than 2^24 lines", path);
+    if (lines > (int64_t)1 << 24) return st_fail(ST_ERR_SIZE, "%s: the file has more than 2^24 lines", path);
     for (w->n_slots = 16; (int64_t)w->n_slots < 2 * lines;) w->n_slots *= 2;
     w->tokens = (wordpiece_span *)malloc((size_t)lines * sizeof *w->tokens);
     w->slots = (int32_t *)malloc((size_t)w->n_slots * sizeof *w->slots);
@@ -75,7 +75,7 @@ static inline int wordpiece_lines(wordpiece *w, const char *path) {
         wordpiece_span *span = &w->tokens[w->n];
         if (end > at && w->text[end - 1] == '\r') end--;
         if (end - at > WORDPIECE_LINE)
-            return st_fail(ST_ERR_FORMAT, "%s: line %lld: a token of %lld bytes", path, (long long)w->n + 1,
+            return st_fail(ST_ERR_FORMAT, "%s: line %lld: the token has %lld bytes", path, (long long)w->n + 1,
                                 (long long)(end - at));
         span->at = at;
         span->length = (int32_t)(end - at);
@@ -98,7 +98,7 @@ static inline int wordpiece_parse(wordpiece *w, const char *path) {
     for (i = 0; i < 4; i++) {
         *special[i] = wordpiece_find(w, "", names[i], 5);
         if (*special[i] < 0)
-            return st_fail(ST_ERR_FORMAT, "%s: no line is %s: not a vocab.txt like BERT's", path, names[i]);
+            return st_fail(ST_ERR_FORMAT, "%s: no line is %s, so this is not a vocab.txt like BERT's", path, names[i]);
     }
     return ST_OK;
 }

@@ -62,7 +62,7 @@ int main(int argc, char **argv) {
     amp_scaler_desc desc = {.init_scale = 16777216, .growth_interval = 20};        /* 2^24: too high */
     int steps = argc > 1 ? atoi(argv[1]) : 300, skipped = 0;
     float error = 0;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\", must be a number, 1 or more\n", argv[1]), 2;
+    if (steps < 1) return fprintf(stderr, "steps: \"%s\" must be a number of 1 or more\n", argv[1]), 2;
     CHECK(amp_open(&amp, NULL));
     CHECK(amp_scaler_create(amp, &scaler, &desc));
     CHECK(amp_grad_set_create(amp, &set, &ranges));

@@ -88,7 +88,7 @@ refused() { # FLAGS TEXT
 }
 refused "--device cuda:7" "device cuda:7"
 refused "--device cuda:x" "auto, cpu, cuda"
-refused "--device cpu --graph" "the cpu backend has none"
+refused "--device cpu --graph" "the cpu backend has no graphs"
 refused "--device cuda --graph --profile" "contradicts --profile"
 
 # Kernels of a host's own, in one graph with the scaler: what overflows is skipped on the device, and the scale falls.

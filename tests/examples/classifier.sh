@@ -105,7 +105,7 @@ head -c 3000 "$saved/model.safetensors" > "$work/short.safetensors"
 refused "1000 micro-batches, but the training has 204" --accumulation 1000
 refused "contradicts --scaler off" --scaler off --init-scale 1024
 refused "contradicts --scaler off" --scaler off --growth-interval 10
-refused "is for a vocabulary" --data "$work/odd.tsv" --cased
+refused "needs a vocabulary" --data "$work/odd.tsv" --cased
 refused "contradicts --valid" --valid "$work/valid.tsv" --validation 0.2
 refused "contradicts --compat" --compat --init "$saved/model.safetensors"
 refused "contradicts --compat" --compat --precision bf16
@@ -119,7 +119,7 @@ refused "--warmup" --warmup 2
 refused "--compat-scale" --compat-scale 0
 refused "needs a value" --data
 refused "--data /nonexistent" --data /nonexistent
-refused "no_tab.tsv: line 2: no tab" --data "$work/no_tab.tsv"
+refused "no_tab.tsv: line 2: there is no tab" --data "$work/no_tab.tsv"
 refused "only one label" --data "$work/one_label.tsv"
 refused "holds no text" --data "$work/empty.tsv"
 refused "line 3: the label odd" --valid "$work/odd.tsv"
@@ -139,9 +139,9 @@ echo '{}' > "$work/nothing/config.json"
 refused "not an encoder like BERT" --init "$work/nothing/model.safetensors"
 echo '{"hidden_act": "gelu",}' > "$work/nothing/config.json"
 refused "nothing/config.json: line 1: not a JSON object" --init "$work/nothing/model.safetensors"
-refused "the model of --init has layers 2" --init "$saved/model.safetensors" --layers 3
-refused "the model of --init has layers 2" --init "$saved/model.safetensors" --model base
-refused "the model of --init has heads 2" --init "$saved/model.safetensors" --heads 4
+refused "the model in the file has layers = 2" --init "$saved/model.safetensors" --layers 3
+refused "the model in the file has layers = 2" --init "$saved/model.safetensors" --model base
+refused "the model in the file has heads = 2" --init "$saved/model.safetensors" --heads 4
 cp -r "$saved" "$work/changed"
 sed 's/"hidden_act": "gelu"/"hidden_act": "gelu_new"/' "$saved/config.json" > "$work/changed/config.json"
 refused "model.safetensors was saved with hidden_act = gelu" --init "$work/changed/model.safetensors"
@@ -209,6 +209,12 @@ else fail "two go on from shards" "$(tail -n 2 "$work/goes_on.log" "$work/goes_o
 if "$program" --threads 1 --out "$work/stopped" --resume "$work/stopped/classifier/model" > "$work/alone.log" 2>&1 && near stopped one_0.1; then pass
 else fail "one goes on from two" "$(tail -n 2 "$work/alone.log")"; fi
 if together loose --precision fp32 --epochs 1 --batch 8 --sync-every 34 --wire bf16; then pass; else fail "--sync-every" "$(tail -n 2 "$work/loose.log")"; fi
+# They stop after the step that --stop-after names, save before and after it, and go on from there, each from its own state.
+loose="--precision fp32 --epochs 2 --batch 8 --sync-every 34"
+together loose_whole $loose
+if together loose_part $loose --stop-after 50 --save-interval 20 && grep -q "stopped at step 50;" "$work/loose_part.log" &&
+    together loose_rest --resume "$work/loose_part/classifier/model" --save "$work/loose_rest/classifier/model" && same_weights loose_whole loose_rest; then pass
+else fail "ranks go on from between two combinations" "$(tail -n 2 "$work/loose_part.log" "$work/loose_rest.log")"; fi
 if together uneven --precision fp32 --epochs 1 --batch 8 --sync-every 50 || ! grep -q "68 micro-batches would end between two combinations" "$work/uneven.log"; then
     fail "--sync-every across an epoch's end" "$(tail -n 2 "$work/uneven.log")"
 else pass; fi

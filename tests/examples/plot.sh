@@ -81,21 +81,21 @@ watch_refused() {
     if [ $status -eq 2 ] && grep -q -- "$text" "$work/bad.look"; then pass; else fail "watch $*" "status $status, must say $text: $(head -n 2 "$work/bad.look")"; fi
 }
 start='{"event": "step", "step": 1, "loss": 1}\n'
-watch_refused 'bad.jsonl: line 2: NaN is no JSON' "$start"'{"event": "step", "step": 2, "loss": NaN}\n' --run "$work/bad.jsonl"
-watch_refused 'line 2: Infinity is no JSON' "$start"'{"event": "step", "step": 2, "scale": -Infinity}\n' --run "$work/bad.jsonl"
-watch_refused 'line 1 is no record' 'step,loss\n1,2\n' --run "$work/bad.jsonl"
-watch_refused 'line 1 is no record' '{"loss": 1}\n' --run "$work/bad.jsonl"
-watch_refused 'line 1 is no record' '\177ELF\002\001' --run "$work/bad.jsonl"
+watch_refused 'bad.jsonl: line 2: NaN is not JSON' "$start"'{"event": "step", "step": 2, "loss": NaN}\n' --run "$work/bad.jsonl"
+watch_refused 'line 2: Infinity is not JSON' "$start"'{"event": "step", "step": 2, "scale": -Infinity}\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is not a record' 'step,loss\n1,2\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is not a record' '{"loss": 1}\n' --run "$work/bad.jsonl"
+watch_refused 'line 1 is not a record' '\177ELF\002\001' --run "$work/bad.jsonl"
 watch_refused 'has no records yet' '' --run "$work/bad.jsonl"
 watch_refused 'has no records yet' '{"event": "st' --run "$work/bad.jsonl"
-watch_refused 'no run there: .*/none' '' --run "$work/none"
-watch_refused 'is no file' '' --run /dev/null
+watch_refused 'there is no run: .*/none' '' --run "$work/none"
+watch_refused 'is not a file' '' --run /dev/null
 watch_refused 'columns 20: must be 30 to 400 or auto' '' --columns 20
 watch_refused 'did you mean --once' '' --onec
 if (cd "$work" && mkdir bare && cd bare && "$watch") > "$work/bad.look" 2>&1; then fail "watch without runs" "status 0"
-elif grep -q 'no run found: no metrics.jsonl is below out/' "$work/bad.look"; then pass; else fail "watch without runs" "$(cat "$work/bad.look")"; fi
+elif grep -q 'no run was found: there is no metrics.jsonl below out/' "$work/bad.look"; then pass; else fail "watch without runs" "$(cat "$work/bad.look")"; fi
 printf "$start"'{"event": "step", "ste\n{"event": "step", "step": 2, "loss": 7}\n' > "$work/bad.jsonl"
-if look torn --run "$work/bad.jsonl" --page none && grep -q '^line 2 left out' "$work/torn.look" && grep -q '^loss      7' "$work/torn.look"; then pass; else fail "watch, a torn line" "$(cat "$work/torn.look")"; fi
+if look torn --run "$work/bad.jsonl" --page none && grep -q '^line 2 is left out' "$work/torn.look" && grep -q '^loss      7' "$work/torn.look"; then pass; else fail "watch, a torn line" "$(cat "$work/torn.look")"; fi
 if look where --run "$work/bad.jsonl" --page "$work/none/page.html" && grep -q '^no page: .*none' "$work/where.look"; then pass; else fail "watch, no page" "$(tail -n 2 "$work/where.look")"; fi
 
 # ---- gnuplot

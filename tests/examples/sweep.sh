@@ -20,14 +20,14 @@ if grep -qx -- "$row" "$work/grid.log"; then pass; else fail "the best" "$row is
 # Run again nothing is computed; what is new is; a torn last line is no record, and does not spoil the next one.
 cp "$work/grid.jsonl" "$work/before"
 search grid --precisions fp32,bf16 --lrs 1e-3,3e-3 --batches 4
-if cmp -s "$work/grid.jsonl" "$work/before" && grep -q "0 trials run, 4 known" "$work/grid.log"; then pass; else fail "again" "$(tail -n 1 "$work/grid.log")"; fi
+if cmp -s "$work/grid.jsonl" "$work/before" && grep -q "0 trials ran, and 4 were known" "$work/grid.log"; then pass; else fail "again" "$(tail -n 1 "$work/grid.log")"; fi
 sed '$d' "$work/before" > "$work/grid.jsonl"
 tail -n 1 "$work/before" | cut -c1-60 | tr -d '\n' >> "$work/grid.jsonl"
 search grid --precisions fp32,bf16 --lrs 1e-3,3e-3 --batches 4
 search grid --precisions fp32,bf16 --lrs 1e-3,3e-3 --batches 4
-if grep -q "0 trials run, 4 known" "$work/grid.log"; then pass; else fail "a torn record" "$(tail -n 1 "$work/grid.log")"; fi
+if grep -q "0 trials ran, and 4 were known" "$work/grid.log"; then pass; else fail "a torn record" "$(tail -n 1 "$work/grid.log")"; fi
 search grid --precisions fp32,bf16 --lrs 1e-3,3e-3 --batches 4 --seed 2
-if grep -q "4 trials run, 0 known" "$work/grid.log"; then pass; else fail "another seed" "$(tail -n 1 "$work/grid.log")"; fi
+if grep -q "4 trials ran, and 0 were known" "$work/grid.log"; then pass; else fail "another seed" "$(tail -n 1 "$work/grid.log")"; fi
 search grid --precisions fp32 --lrs 1e-3 --batches 4 --again
 if [ "$(records grid)" -eq 1 ]; then pass; else fail "--again" "$(records grid) records"; fi
 
@@ -45,7 +45,7 @@ if [ $status -eq 1 ] && grep -q '"result": "failed", "reason": "[^"]*training th
 search random --search random --trials 3 --lrs 1e-4,1e-2 --batches 4,8
 search random --search random --trials 5 --lrs 1e-4,1e-2 --batches 4,8
 rates=$(sed -n 's/.*"lr": \([^,]*\),.*/\1/p' "$work/random.jsonl" | sort -u | awk '$1 >= 1e-4 && $1 <= 1e-2' | wc -l)
-if [ "$rates" -eq 5 ] && grep -q "2 trials run, 3 known" "$work/random.log"; then pass; else fail "a random search" "$rates rates, $(tail -n 1 "$work/random.log")"; fi
+if [ "$rates" -eq 5 ] && grep -q "2 trials ran, and 3 were known" "$work/random.log"; then pass; else fail "a random search" "$rates rates, $(tail -n 1 "$work/random.log")"; fi
 
 # As many tokens for every batch size.
 search tokens --precisions bf16 --lrs 1e-3 --batches 4,8,16 --tokens 4096 --steps 24

@@ -436,7 +436,7 @@ static amp_result read_labelled(const char *text, text_set *t, label_names *l) {
 
 TEST(labelled_text) {
     static const struct { const char *text, *why; } bad[] = {
-        {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: no tab"}, {"a\tx\n\n\ty\n", "line 3: no label"}, {"label only", "line 1: no tab"},
+        {"", "no text"}, {"\n\n", "no text"}, {"a\tx\nb y\n", "line 2: there is no tab"}, {"a\tx\n\n\ty\n", "line 3: there is no label"}, {"label only", "line 1: there is no tab"},
         {"a\tx\ncaf\xe9\ty\n", "line 2: the label is not UTF-8"},
     };
     text_set t, none, *sets[2] = {&t, &none};
@@ -512,9 +512,9 @@ TEST(masters_begin_as_fp32) {
         memset(&r[way], 0, sizeof r[way]);
         CHECK_OK(flag_parse_all(&r[way].set));
         r[way].set.data = data;
-        r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.amp.threads = 1;
+        r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.training.amp.threads = 1;
         r[way].set.seed = 3 + way / 2; r[way].set.accumulation = 1;
-        r[way].set.amp.dtype = AMP_BF16; r[way].set.amp.level = way ? AMP_LEVEL_O2 : AMP_LEVEL_O1; r[way].set.save = r[way].set.metrics = "none";
+        r[way].set.training.amp.dtype = AMP_BF16; r[way].set.training.amp.level = way ? AMP_LEVEL_O2 : AMP_LEVEL_O1; r[way].set.training.save = r[way].set.training.metrics = "none";
         if (way == 2) { r[way].set.init = path; r[way].set.lr = 0.01; }
         CHECK_OK(open_context(&r[way]));
         CHECK_OK(open_files(&r[way]));
@@ -567,7 +567,7 @@ TEST(flags) {
     settings set;
     memset(&set, 0, sizeof set);
     CHECK_OK(flag_parse_all(&set));
-    CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && set.amp.clip_norm == 1.0 && set.amp.log_interval == 10 && set.compat_scale == 1);
+    CHECK(set.seq == 128 && set.epochs == 3 && set.lr == -1 && set.training.amp.clip_norm == 1.0 && set.training.amp.log_interval == 10 && set.compat_scale == 1);
     for (int i = 0; i < flag_count(); i++) {
         const flag_row *o = flag_at(i);
         if (o->type != FLAG_INTEGER && o->type != FLAG_NUMBER && o->type != FLAG_CHOICE && o->type != FLAG_SETTING) continue;

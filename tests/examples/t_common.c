@@ -112,22 +112,22 @@ TEST(headers) {
         {"{\"w\":{\"dtype\":\"f32\",\"shape\":[1],\"data_offsets\":[0,4]}}", 4, "w: unknown dtype f32"},
         {"{}", 4, "the data after the header 4"},
         {"{\"w\":" ST_F32("[1]", 0, 4) "}", 8, "the data after the header 8"},
-        {"{\"a\":" ST_F32("[1]", 0, 4) ",\"b\":" ST_F32("[1]", 8, 12) "}", 12, "b: begins at byte 8"},
-        {"{\"b\":" ST_F32("[1]", 8, 12) "}", 12, "b: begins at byte 8"},
-        {"{\"a\":" ST_F32("[2]", 0, 8) ",\"b\":" ST_F32("[1]", 4, 8) "}", 8, "b: begins at byte 4"},
+        {"{\"a\":" ST_F32("[1]", 0, 4) ",\"b\":" ST_F32("[1]", 8, 12) "}", 12, "b: it begins at byte 8"},
+        {"{\"b\":" ST_F32("[1]", 8, 12) "}", 12, "b: it begins at byte 8"},
+        {"{\"a\":" ST_F32("[2]", 0, 8) ",\"b\":" ST_F32("[1]", 4, 8) "}", 8, "b: it begins at byte 4"},
         {"{\"a\":" ST_F32("[1]", 0, 4) ",\"a\":" ST_F32("[1]", 4, 8) "}", 8, "a: is in the file twice"},
         {"{\"w\":" ST_F32("[9223372036854775807,9]", 0, 4) "}", 4, "w: not a safetensors entry"},
         {"{\"w\":" ST_F32("[99999999999999999,99999999999999999]", 0, 4) "}", 4, "w: the shape does not fit"},
-        {"{\"w\":" ST_F32("[1,1,1,1,1,1,1,1,1]", 0, 4) "}", 4, "w: 9 dimensions"},
+        {"{\"w\":" ST_F32("[1,1,1,1,1,1,1,1,1]", 0, 4) "}", 4, "w: it has 9 dimensions"},
         {"{\"w\":" ST_F32("[01]", 0, 4) "}", 4, "w: not a safetensors entry"},
         {"{\"w\":" ST_F32("[1,]", 0, 4) "}", 4, "w: not a safetensors entry"},
         {"{\"w\":{\"dtype\":\"F32\",\"shape\":[2],\"shape\":[3],\"data_offsets\":[0,24]}}", 24, "w: not a safetensors entry"},
         {"{\"w\":" ST_F32("[1]", 0, 4) ",}", 4, "not valid JSON"},
         {"{}x", 0, "not valid JSON"},
-        {"{\"w\\u0000x\":" ST_F32("[1]", 0, 4) "}", 4, "w...: a name"},
+        {"{\"w\\u0000x\":" ST_F32("[1]", 0, 4) "}", 4, "w...: the name has more"},
         {"{\"\xfc\":" ST_F32("[1]", 0, 4) "}", 4, "not UTF-8"},
         {"{\"__metadata__\":{\"step\":3},\"w\":" ST_F32("[1]", 0, 4) "}", 4, "the value of step is no text"},
-        {"{\"__metadata__\":5,\"w\":" ST_F32("[1]", 0, 4) "}", 4, "__metadata__ is no object"},
+        {"{\"__metadata__\":5,\"w\":" ST_F32("[1]", 0, 4) "}", 4, "__metadata__ is not an object"},
         {"{\"__metadata__\":{\"a\":\"b\"},\"__metadata__\":{},\"w\":" ST_F32("[1]", 0, 4) "}", 4, "__metadata__ is in the file twice"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -226,9 +226,9 @@ static int write_wrongly(st_writer *w, enum wrong_call wrong) {
 /* No wrong call gives a file that is called complete; the first one is named, whatever comes after it. */
 TEST(writing_wrongly) {
     static const char *const named[WRONG_CALLS] = {
-        "", "late comes after a tensor", "format is there twice", "key or value is NULL", "name or shape is NULL", "w: is in the file twice",
-        "nnn...: a name", "is not UTF-8", "__metadata__ is in the file twice", "more than 8 dimensions", "a negative one", "too many elements",
-        "name or shape is NULL", "before st_write_begin", "called twice", "late comes after st_write_begin", "1 elements, the named tensors lack 0",
+        "", "late comes after a tensor", "format is named twice", "key or value is NULL", "name or shape is NULL", "w: is in the file twice",
+        "nnn...: the name has more", "is not UTF-8", "__metadata__ is in the file twice", "more than 8 dimensions", "a negative one", "too many elements",
+        "name or shape is NULL", "before st_write_begin", "called twice", "late comes after st_write_begin", "1 elements, but the named tensors lack 0",
         "20 bytes of tensors were written, and 24 named", "-1 elements", "values is NULL", "before st_write_begin",
     };
     for (int wrong = WRONG_NONE; wrong < WRONG_CALLS; wrong++) {

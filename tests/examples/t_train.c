@@ -61,7 +61,7 @@ TEST(defaults_are_legal) {
     memset(&set, 0, sizeof set);
     for (int i = 0; i < flag_count(); i++)
         if (flag_at(i)->type != FLAG_HEADING) CHECK_MSG(flag_parse(i, flag_at(i)->initial, &set) == AMP_OK, "%s", ex_text);
-    CHECK(set.seq == 128 && set.amp.clip_norm == 1.0 && set.amp.dtype == AMP_DTYPE_DEFAULT && set.amp.log_interval == 10 && set.steps == -1 && set.min_lr == -1);
+    CHECK(set.seq == 128 && set.training.amp.clip_norm == 1.0 && set.training.amp.dtype == AMP_DTYPE_DEFAULT && set.training.amp.log_interval == 10 && set.steps == -1 && set.min_lr == -1);
 }
 
 TEST(bad_values_are_refused_by_name) {
@@ -86,9 +86,9 @@ TEST(words_stand_for_numbers) {
     settings set;
     double value = 0;
     CHECK_OK(flag_parse(flag_index("min-scale"), "none", &set));
-    CHECK(set.amp.scaler.min_scale == AMP_NO_FLOOR);
+    CHECK(set.training.amp.scaler.min_scale == AMP_NO_FLOOR);
     CHECK_OK(flag_parse(flag_index("growth-interval"), "none", &set));
-    CHECK_EQ(set.amp.scaler.growth_interval, AMP_NO_INTERVAL);
+    CHECK_EQ(set.training.amp.scaler.growth_interval, AMP_NO_INTERVAL);
     CHECK_OK(flag_parse(flag_index("min-lr"), "auto", &set));
     CHECK(set.min_lr == -1);
     CHECK(!flag_word_value("preset=0 none=-1", "non", &value) && !flag_word_value("preset=0 none=-1", "set", &value));
@@ -561,7 +561,7 @@ TEST(gpt_configs_are_refused_by_key_and_value) {
         {"\"quantization_config\": {\"bits\": 8}", "quantization_config = {\"bits\": 8}"},
         {"\"auto_map\": {\"AutoModel\": \"own.Model\"}", "auto_map = "},
         {"\"pruned_heads\": {\"0\": [1]}", "pruned_heads = "},
-        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: is there twice, the second time as 2"},
+        {"\"aa\": 1, \"n_ctx\": 7, \"aa\": 2", "aa = 1: appears twice, the second time as 2"},
         {"\"my_other\": NaN", "line 5: not a JSON object"},
         {"\"my_other\": 01", "not a JSON object"},
         {"\"my_other\": [1, 2", "not a JSON object"},

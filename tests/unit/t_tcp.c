@@ -236,7 +236,7 @@ TEST(too_few_ranks) {
     describe(w, 4, 0, NULL);
     limit(w);
     run_all(w, 3, 0);
-    check_failed(3, -1, "rank 3 has not come within 1500 ms: 3 of 4 ranks are here", in_time);
+    check_failed(3, -1, "rank 3 has not joined within 1500 ms: 3 of 4 ranks are here", in_time);
     describe(w, 3, 1, NULL);
     limit(w);
     run_all(&w[1], 2, 0);                       /* rank 0 does not come */
@@ -372,7 +372,7 @@ TEST(another_secret) {
     limit(w);
     w[1].desc.secret = NULL;                    /* rank 0 names the address of who was turned away */
     run_all(w, 3, 0);
-    check_failed(1, -1, "rank 1 has not come within 1500 ms: 2 of 3 ranks are here; turned away: 127.0.0.1, port ", in_time);
+    check_failed(1, -1, "rank 1 has not joined within 1500 ms: 2 of 3 ranks are here; turned away: 127.0.0.1, port ", in_time);
     CHECK_MSG(strstr(outcomes[0].why, "has another secret") != NULL, "%s", outcomes[0].why);
     CHECK_MSG(strstr(outcomes[1].why, "its secret (.secret, AMP_TCP_SECRET) is not that of rank 0") != NULL, "%s", outcomes[1].why);
     describe(w, 2, 1, NULL);                    /* the file has one, and is for its owner alone */

@@ -521,13 +521,13 @@ TEST(fewer_and_more_ranks) {
     g = go_on(2, 1, "--stop-after 6");
     expect_all(&g, 0, NULL);
     g = go_on(3, 1, "");
-    expect_all(&g, 2, "the checkpoint's 8 samples in a micro-batch of all ranks do not divide by 3 ranks");
+    expect_all(&g, 2, "the micro-batch of all ranks in the checkpoint has 8 samples, which 3 ranks cannot share equally");
     g = go_on(1, 1, "--stop-after 4");
     expect_all(&g, 0, NULL);
     g = go_on(2, 1, "--batch 2");
-    expect_all(&g, 2, "2 x 1 x 2 ranks are 4 samples in a step, the checkpoint was trained with 8");
+    expect_all(&g, 2, "2 x 1 x 2 ranks are 4 samples per step, and the checkpoint was trained with 8");
     g = go_on(2, 1, "--accumulation 2");
-    expect_all(&g, 2, "4 x 2 x 2 ranks are 16 samples in a step, the checkpoint was trained with 8");
+    expect_all(&g, 2, "4 x 2 x 2 ranks are 16 samples per step, and the checkpoint was trained with 8");
     g = go_on(8, 1, "");
     expect_all(&g, 0, NULL);
     CHECK_EQ(shared->wrong_samples, 0);
@@ -554,7 +554,7 @@ TEST(another_global_batch) {
     board_clear(0);
     g = go_on(4, 0, "--batch 2 --stop-after 3");
     g = go_on(1, 1, "--batch 16 --change-batch --stop-after 1");    /* 24 samples: one and a half of the new batches */
-    expect_all(&g, 2, "24 sequences of the epoch were read, which is no whole number of batches of 16");
+    expect_all(&g, 2, "24 sequences of the epoch were read, which is not a whole number of batches of 16");
 }
 
 /* ---- */
