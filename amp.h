@@ -5123,6 +5123,14 @@ extern "C" {
 #if !defined(AMPI_ALWAYS)
 #  define AMPI_ALWAYS inline __attribute__((__always_inline__))
 #endif
+/* Functions that run at most once in many steps (creation, texts, saves, settings): compiled for size, in less time. */
+#if defined(__clang__)
+#  define AMPI_COLD __attribute__((__minsize__))
+#elif defined(__GNUC__)
+#  define AMPI_COLD __attribute__((__cold__))
+#else
+#  define AMPI_COLD
+#endif
 #define AMPI_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
 #define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
@@ -5454,7 +5462,7 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
 }
 
 /* Descriptors 0 to 2 stay closed if the program started without them, or its output would land in the file. */
-static int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
+static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
     struct stat old;
@@ -6277,7 +6285,7 @@ static int32_t ampi_quota(const char *text) {
 
 /* The smallest CPU quota of this process's cgroups and their parents, in cores; 0: none.  list: /proc/self/cgroup, with
    lines "number:controllers:path" (version 2: no controllers); root: where cgroups are mounted. */
-static int32_t ampi_quota_cores(const char *list, const char *root) {
+static AMPI_COLD int32_t ampi_quota_cores(const char *list, const char *root) {
     char text[4096], quota[64], *line, *names, *path, *rest = NULL;
     int32_t least = 0, cores;
     ampi_file_start(text, sizeof text, "%s", list);
@@ -6305,7 +6313,7 @@ static int32_t ampi_quota_cores(const char *list, const char *root) {
     return least;
 }
 
-static void ampi_probe_cpu(amp_cpu_info *cpu) {
+static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
     memset(cpu, 0, sizeof *cpu);
     snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
@@ -7000,7 +7008,7 @@ static size_t ampi_rates_word(const char **text, char word[32]) {
 }
 
 /* 1: *out is the next of the text; 0: the end; -1: something else. */
-static int ampi_rates_next(const char **text, ampi_rate *out) {
+static AMPI_COLD int ampi_rates_next(const char **text, ampi_rate *out) {
     char path[32], dtype[32], rate[32];
     double value = 0;
     ampi_fp host;
@@ -7033,7 +7041,7 @@ static int64_t ampi_rates_count(const char *text) {
 #define AMPI_RATES_RANGE "a path, a dtype and products beside fp32's from 0.001 to 1000: avx512 bf16 0.98, amx bf16 4"
 
 /* Puts the rates of a text, which may be NULL, in place of the table's. */
-static amp_result ampi_rates_take(const char *function, amp_machine *m, const char *text) {
+static AMPI_COLD amp_result ampi_rates_take(const char *function, amp_machine *m, const char *text) {
     ampi_rate rate;
     if (text != NULL && ampi_rates_count(text) < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".rates = \"%.80s\", must be " AMPI_RATES_RANGE, text);
@@ -7062,7 +7070,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s", __VERSION__);
 }
 
-AMP_API amp_result amp_machine_probe(amp_machine *out) {
+AMP_API AMPI_COLD amp_result amp_machine_probe(amp_machine *out) {
     AMPI_TRY(ampi_need("amp_machine_probe", out != NULL, "out"));
     AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
@@ -7096,7 +7104,7 @@ static void ampi_print_rates(ampi_sheet *s, const amp_machine *m) {
                        path == (int)m->cpu.path ? "   (in use)" : "");
 }
 
-static void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
+static AMPI_COLD void ampi_print_machine(ampi_sheet *s, const amp_machine *machine) {
     const amp_cpu_info *c = &machine->cpu;
     const amp_device *d = &machine->device;
     int is_cpu = strcmp(d->kind, "cpu") == 0;
@@ -7161,7 +7169,7 @@ static amp_result ampi_choose_on_cpu(const amp_machine *m, amp_choice *out) {
     return AMP_OK;
 }
 
-static amp_result ampi_choose_auto(const amp_machine *m, int is_cpu, amp_choice *out) {
+static AMPI_COLD amp_result ampi_choose_auto(const amp_machine *m, int is_cpu, amp_choice *out) {
     const amp_device *d = &m->device;
     int cc = d->cc_major * 10 + d->cc_minor;
     if (is_cpu) return ampi_choose_on_cpu(m, out);
@@ -7197,7 +7205,8 @@ static amp_result ampi_choose_asked(const amp_machine *m, amp_dtype wanted, amp_
     return AMP_OK;
 }
 
-AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out) {
+AMP_API AMPI_COLD amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback,
+                                        amp_choice *out) {
     const amp_device *d;
     int is_cpu;
     AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
@@ -7771,7 +7780,7 @@ static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
 }
 
 /* `capacity`: records in all, a power of two. */
-static amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
+static AMPI_COLD amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
     void *records, *table;
     int64_t i;
     AMPI_TRY(ampi_alloc(&state->system, function, &records, capacity, sizeof(ampi_record)));
@@ -7851,7 +7860,8 @@ static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result resu
     return ampi_as(function, result);
 }
 
-AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dtype, const void *values,
+                                           int64_t n) {
     char list[80];
     static const char function[] = "amp_state_put";
     size_t size = ampi_state_element(dtype), length;
@@ -7881,7 +7891,8 @@ AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dt
     return result;
 }
 
-AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values,
+                                           int64_t n) {
     static const char function[] = "amp_state_get";
     const ampi_record *record;
     if (state == NULL || key == NULL || (values == NULL && n > 0))
@@ -7955,7 +7966,7 @@ static int ampi_state_format(const amp_state *state) {
     return 1;
 }
 
-AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes) {
+AMP_API AMPI_COLD amp_result amp_state_encode(const amp_state *state, void **data, size_t *bytes) {
     static const char function[] = "amp_state_encode";
     ampi_crc crc;
     uint8_t *blob, *entry, *payload;
@@ -8098,8 +8109,8 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
     return AMP_OK;
 }
 
-static amp_result ampi_state_parse(amp_state **out, const amp_system *system, const void *data, size_t bytes,
-                                   const char *function, const char *name) {
+static AMPI_COLD amp_result ampi_state_parse(amp_state **out, const amp_system *system, const void *data, size_t bytes,
+                                             const char *function, const char *name) {
     amp_state *state;
     ampi_blob b;
     amp_result result;
@@ -12302,10 +12313,10 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .lion = ampi_cpu_lion,
     .scale_ranges = ampi_cpu_scale_ranges,
     .inspect = ampi_cpu_inspect,
+    .rule = ampi_cpu_rule,
 #if !defined(AMP_NO_FP8)
     .fp8_update = ampi_cpu_fp8_update,
 #endif
-    .rule = ampi_cpu_rule
 };
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
@@ -13355,7 +13366,8 @@ static int ampi_open_locks(amp_context *amp) {
     return 0;
 }
 
-AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const amp_header *headers,
+                                          int64_t n) {
     amp_system system;
     amp_context *amp;
     amp_desc d;
@@ -13442,7 +13454,7 @@ static void ampi_close_device(amp_context *amp) {
     amp->dev = NULL;
 }
 
-AMP_API void amp_close(amp_context *amp) {
+AMP_API AMPI_COLD void amp_close(amp_context *amp) {
     const amp_system *system;
     /* in a child of fork(): locks may be held, the device is the parent's */
     if (amp == NULL || amp->process != getpid()) return;
@@ -13518,7 +13530,7 @@ static amp_result ampi_check_observed(const amp_context *amp, const char *functi
                      disable ? "disabled" : amp_dtype_name(dtype), amp_dtype_name(amp->desc.autocast_dtype));
 }
 
-static amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, int by_host) {
+static AMPI_COLD amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, int by_host) {
     amp_choice choice;
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
@@ -13836,7 +13848,7 @@ static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t 
     amp->n_params = kept;
 }
 
-AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
     int64_t i;
     if (amp == NULL || (params == NULL && n > 0))
@@ -15295,8 +15307,8 @@ static amp_result ampi_fp8_saved_make(const amp_context *amp, const char *f, int
 }
 
 /* Copies weight i between its place on the device and the records. */
-static amp_result ampi_fp8_move(const amp_context *amp, const ampi_fp8_saved *s, int64_t i, const ampi_fp8_table *t,
-                                int at, int save) {
+static AMPI_COLD amp_result ampi_fp8_move(const amp_context *amp, const ampi_fp8_saved *s, int64_t i,
+                                          const ampi_fp8_table *t, int at, int save) {
     amp_k_fp8_slot slots[3];
     amp_copy_kind kind = save ? AMP_COPY_TO_HOST : AMP_COPY_TO_DEVICE;
     int64_t bytes = 3 * s->length * 4;
@@ -15350,7 +15362,7 @@ static amp_result ampi_fp8_records(amp_state *to, const amp_state *from, const c
 }
 
 #if !defined(AMP_NO_FP8)
-AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const char *prefix) {
     const char *f = "amp_fp8_save";
     int64_t recipe[AMPI_FP8_RECIPE], n, names_bytes;
     char key[AMPI_STATE_KEY];
@@ -15435,7 +15447,7 @@ static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *
 }
 
 #if !defined(AMP_NO_FP8)
-AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const char *prefix) {
     static const char *const fields[] = {"format", "scaling", "amax", "history", "margin"};
     const char *f = "amp_fp8_load";
     int64_t saved[AMPI_FP8_RECIPE], own[AMPI_FP8_RECIPE], names_bytes;
@@ -15488,7 +15500,7 @@ static void ampi_fp8_kept_free(const amp_context *amp, ampi_fp8_kept *kept) {
 }
 
 /* Keeps all tables; waits. */
-static amp_result ampi_fp8_keep(const amp_context *amp, const char *f, ampi_fp8_kept **out) {
+static AMPI_COLD amp_result ampi_fp8_keep(const amp_context *amp, const char *f, ampi_fp8_kept **out) {
     int64_t bytes = ampi_fp8_table_bytes(amp);
     ampi_fp8_kept *all = NULL, *k;
     amp_result r = AMP_OK;
@@ -17977,7 +17989,7 @@ static void ampi_model_stop(ampi_object *object) {
     m->n = 0;
 }
 
-AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params) {
+AMP_API AMPI_COLD amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t seed, int64_t max_params) {
     const char *f = "amp_model_create";
     amp_model *m;
     amp_result result;
@@ -18061,8 +18073,8 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
     return result;
 }
 
-AMP_API amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols, amp_init init,
-                                   double value) {
+AMP_API AMPI_COLD amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols,
+                                             amp_init init, double value) {
     if (model == NULL) { (void)ampi_need("amp_model_param", 0, "model"); return NULL; }
     if (model->failed != AMP_OK) return NULL;
     model->failed = ampi_model_add(model, name, rows, cols, init, value);
@@ -18130,7 +18142,7 @@ static amp_result ampi_model_thaw(amp_model *m, const char *pattern) {
     return result;
 }
 
-AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
+AMP_API AMPI_COLD amp_result amp_model_freeze(amp_model *model, const char *pattern, int32_t frozen) {
     ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
@@ -18246,7 +18258,7 @@ static int64_t ampi_model_largest(const amp_model *m) {
 }
 
 /* Records <prefix>.model_names and <prefix>.weight.I, in fp32. */
-AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
     const char *f = "amp_model_save";
     char key[AMPI_STATE_KEY], *text = NULL;
     int64_t bytes = 0, i;
@@ -18306,7 +18318,7 @@ static amp_result ampi_model_matches(const amp_model *m, const amp_state *state,
     return r;
 }
 
-AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_model_load(amp_model *model, const amp_state *state, const char *prefix) {
     const char *f = "amp_model_load";
     char key[AMPI_STATE_KEY], *text = NULL;
     int64_t bytes = 0, i;
@@ -18334,8 +18346,8 @@ AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, cons
     return r;
 }
 
-AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype, const int64_t *shape,
-                                     int32_t ndim) {
+AMP_API AMPI_COLD amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtype dtype,
+                                               const int64_t *shape, int32_t ndim) {
     const char *f = "amp_tensor_create";
     amp_tensor t, like;
     amp_result result;
@@ -20570,7 +20582,7 @@ AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_t
     return AMP_OK;
 }
 
-AMP_API void amp_tape_destroy(amp_tape *tape) {
+AMP_API AMPI_COLD void amp_tape_destroy(amp_tape *tape) {
     int64_t i;
     int k;
     if (tape == NULL || ampi_may_destroy(tape->object.amp, "amp_tape_destroy", "tape", tape->object.made,
@@ -20770,7 +20782,7 @@ static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
     return n->key.params[0]->name;
 }
 
-static void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
+static AMPI_COLD void ampi_print_node(ampi_sheet *s, const amp_tape *t, const ampi_node *n) {
     char shape[64], name[81];
     const char *layer = ampi_plain(ampi_print_layer(t, n), name, sizeof name);
     amp_tensor like = n->y;
@@ -20830,7 +20842,7 @@ AMP_API amp_result amp_tape_time(amp_tape *tape, int32_t on) {
     return AMP_OK;
 }
 
-AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out) {
+AMP_API AMPI_COLD amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out) {
     const char *f = "amp_tape_node";
     const ampi_node *n;
     int k;
@@ -21585,7 +21597,7 @@ static void ampi_set_enter(amp_grad_set *set, amp_scaler *scaler, ampi_stage sta
     scaler->checked = 1;
 }
 
-static void ampi_set_stop(ampi_object *object) {
+static AMPI_COLD void ampi_set_stop(ampi_object *object) {
     amp_grad_set *set = (amp_grad_set *)(void *)object;
     const amp_system *s = ampi_context_system(set->amp);
     ampi_settings_changed(set->amp);
@@ -21606,7 +21618,8 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
 
 /* A set of n empty rows.  most: how many it may grow to, with parameters that get a gradient later, as `found` never
    moves; 0: it has none. */
-static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n, int64_t most) {
+static AMPI_COLD amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
+                                         int64_t most) {
     const amp_system *s = ampi_context_system(amp);
     const int64_t said = ampi_world(amp) > 1 ? 2 * most : 0;    /* numbers behind `found` */
     amp_result r;
@@ -21676,7 +21689,7 @@ static amp_result ampi_set_finish(amp_grad_set *set) {
     return amp_copy(set->amp, set->table, set->rows, set->n * (int64_t)sizeof *set->rows, AMP_COPY_TO_DEVICE);
 }
 
-static amp_result ampi_check_gradient(const char *function, const amp_param *p) {
+static AMPI_COLD amp_result ampi_check_gradient(const char *function, const amp_param *p) {
     char list[80];
     char a[64], b[64];
     if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
@@ -21784,7 +21797,7 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
     return ampi_wait(set->amp);
 }
 /* Fills `next` with the rows that a set has, and those to come.  which[row]: what it was, -1: it is new. */
-static void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
+static AMPI_COLD void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
     int64_t i, row = 0, r = 0;
     next->all = set->all;
     next->n_all = set->n_all;
@@ -21836,7 +21849,7 @@ static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
     return r;
 }
 
-static amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
+static AMPI_COLD amp_result ampi_check_ranges(const char *function, const amp_range *ranges, int64_t n) {
     size_t bytes;
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -21912,7 +21925,7 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     *out = NULL;
     return r;
 }
-AMP_API amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_grad_set_create(amp_context *amp, amp_grad_set **out, const amp_grad_set_desc *desc) {
     return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc));
 }
 
@@ -22665,8 +22678,8 @@ static ampi_saved_table ampi_saved_table_of(const ampi_saved *rows, size_t bytes
 #define AMPI_SAVED_TABLE(rows, object) ampi_saved_table_of(rows, sizeof rows, sizeof(object))
 
 /* Saves `count` structs to a state, or loads them from one; each record holds its numbers of all. */
-static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from, const char *prefix,
-                                  ampi_saved_table table, void *structs, int64_t count) {
+static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from,
+                                            const char *prefix, ampi_saved_table table, void *structs, int64_t count) {
     const ampi_saved *row = table.rows, *end = row + table.n;
     int64_t record[AMPI_SAVED_NUMBERS * AMP_STEP_RESULTS], n, i;
     for (; row < end; row += n) {
@@ -22737,8 +22750,8 @@ static const ampi_saved ampi_scaler_saved[] = {AMPI_SCALER_SCALE(k.scale),
 #define AMPI_SAVED_ZERO (-1.0)                  /* AMP_EXPLICIT_ZERO in a state */
 
 /* before: the state that will receive the records. */
-static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state,
-                                   const char *prefix) {
+static AMPI_COLD amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state,
+                                             const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[AMPI_STATE_KEY];
@@ -22780,7 +22793,7 @@ static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_prese
     return AMP_OK;
 }
 
-static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
+static AMPI_COLD amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, const char *prefix) {
     ampi_saved_scaler s;
     int32_t disabled = 0;
     char key[AMPI_STATE_KEY];
@@ -23003,7 +23016,8 @@ static double ampi_lr_most(const amp_optimizer_desc *d) {
     ampi_fp_end(host);
     return most;
 }
-static amp_result ampi_check_lr(const char *function, const char *field, const amp_optimizer_desc *d, double lr) {
+static AMPI_COLD amp_result ampi_check_lr(const char *function, const char *field, const amp_optimizer_desc *d,
+                                          double lr) {
     double most = ampi_lr_most(d);
     if (isgreaterequal(lr, 0) && islessequal(lr, most)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be from 0 to %g%s", field, lr, most,
@@ -23090,7 +23104,7 @@ static amp_result ampi_copy_groups(amp_optimizer *o) {
 enum { AMPI_MOMENTS_8BIT_LEAST = 4096 };
 
 /* Learning rate, decay and storage of each row. */
-static void ampi_apply_groups(amp_optimizer *o) {
+static AMPI_COLD void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
         amp_k_tensor *row = &o->set->rows[i];
@@ -23148,7 +23162,7 @@ static int64_t ampi_array_bytes(const amp_k_tensor *row, int which) {
 }
 
 /* Allocates one zeroed block for the arrays of all rows that have none, each at a multiple of 256 bytes. */
-static amp_result ampi_optimizer_memory(amp_optimizer *o) {
+static AMPI_COLD amp_result ampi_optimizer_memory(amp_optimizer *o) {
     int64_t i, bytes = 0, at = 0;
     int a, pass;
     AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_create", (void **)&o->states, 1,
@@ -23243,7 +23257,7 @@ static amp_result ampi_outer_memory(amp_optimizer *o) {
     o->set->outer = u;
     return AMP_OK;
 }
-static void ampi_outer_free(amp_optimizer *o) {
+static AMPI_COLD void ampi_outer_free(amp_optimizer *o) {
     const amp_system *s = ampi_context_system(o->amp);
     ampi_outer *u = &o->outer;
     ampi_free(s, u->anchor, u->n, sizeof *u->anchor);
@@ -23371,7 +23385,7 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
 }
 
 /* Takes in parameters that have got a gradient (live: one that counts), with states that begin now. */
-static amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
+static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
     amp_optimizer next;
@@ -23442,7 +23456,7 @@ static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
     return ampi_make_masters(o);
 }
 
-static void ampi_optimizer_stop(ampi_object *object) {
+static AMPI_COLD void ampi_optimizer_stop(ampi_object *object) {
     amp_optimizer *o = (amp_optimizer *)(void *)object;
     const amp_system *s = ampi_context_system(o->amp);
     void *dev, *stream;
@@ -23599,8 +23613,9 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
 
 /* Sends fp32 values as n bf16 weights and the row's remainders, of those from `first` on; `scratch` holds twice as many
    16-bit numbers. */
-static amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n, const amp_k_tensor *row,
-                                      int64_t first, const float *values, uint16_t *scratch) {
+static AMPI_COLD amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n,
+                                                const amp_k_tensor *row, int64_t first, const float *values,
+                                                uint16_t *scratch) {
     (AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path())->bf16_split)(scratch, scratch + n, values, n);
     AMPI_TRY(ampi_send(o->amp, weight, scratch, (size_t)n * 2));
     return row->count == 0 ? AMP_OK
@@ -23622,7 +23637,7 @@ static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const am
     return ampi_send(o->amp, row->master, values + row->first, (size_t)row->count * 4);
 }
 
-AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values) {
+AMP_API AMPI_COLD amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param *param, const float *values) {
     const char *f = "amp_optimizer_set_weight";
     amp_optimizer *o = optimizer;
     const amp_system *s;
@@ -23665,7 +23680,8 @@ static amp_result ampi_optimizer_take_in(void *owner, const char *function) {
 static const ampi_keeper ampi_optimizer_keeper = {
     ampi_optimizer_set, ampi_optimizer_remainder, ampi_optimizer_zero, ampi_optimizer_take_in
 };
-AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, const amp_optimizer_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out,
+                                                  const amp_optimizer_desc *desc) {
     amp_result result = ampi_optimizer_create(amp, out, desc);
     if (result == AMP_OK) ampi_judge_gradients(amp, ampi_gradient_judge);
     if (result == AMP_OK) result = ampi_models_own(amp, desc->params, desc->n_params, *out, &ampi_optimizer_keeper);
@@ -23676,7 +23692,7 @@ AMP_API amp_result amp_optimizer_create(amp_context *amp, amp_optimizer **out, c
     return ampi_as("amp_optimizer_create", result);
 }
 
-AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out) {
+AMP_API AMPI_COLD amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_parameter_bytes *out) {
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
     int a;
@@ -24468,8 +24484,8 @@ static int64_t ampi_record_first(const ampi_archive *r, int64_t i) {
 
 /* Copies n numbers of row i from the device to a record of theirs, or back from one.  parted: the record may hold the
    whole row, of which n are this rank's part. */
-static amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data, amp_dtype dtype,
-                                     int64_t n, int parted) {
+static AMPI_COLD amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data,
+                                               amp_dtype dtype, int64_t n, int parted) {
     int64_t n_saved = parted ? ampi_record_count(r->o, r->from, r->prefix, i) : n;
     int64_t first = parted ? ampi_record_first(r, i) : 0;
     size_t bytes = (size_t)n * amp_dtype_size(dtype);
@@ -24573,7 +24589,7 @@ static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
 }
 
 /* The same for all arrays and the live gradients; rows that are new to the state begin anew. */
-static amp_result ampi_archive_arrays(const ampi_archive *r) {
+static AMPI_COLD amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
     for (i = 0; i < r->o->set->n; i++) {
@@ -24598,7 +24614,7 @@ static amp_result ampi_archive_arrays(const ampi_archive *r) {
 
 /* The same for the outer step's arrays, which lie on the host: records anchor.0, outer.0 and so on, by row. */
 static const char *const ampi_outer_names[] = {"anchor", "outer"};
-static amp_result ampi_archive_outer(const ampi_archive *r) {
+static AMPI_COLD amp_result ampi_archive_outer(const ampi_archive *r) {
     const ampi_outer *u = &r->o->outer;
     int64_t i, at, n;
     int k;
@@ -24624,7 +24640,7 @@ static int64_t ampi_row_scratch(const amp_grad_set *set) {
     return largest;
 }
 
-static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
+static AMPI_COLD amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, const char *prefix) {
     const amp_system *s = ampi_context_system(o->amp);
     ampi_archive archive = {o, state, NULL, prefix, NULL, NULL, 0};
     int64_t bytes = ampi_row_scratch(o->set), every = o->desc.sync_every;
@@ -25088,7 +25104,7 @@ static amp_result ampi_load_apply(ampi_loading *l, amp_optimizer *o) {
     o->desc.seed = (uint64_t)l->seed;
     return AMP_OK;
 }
-static amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, const char *prefix) {
+static AMPI_COLD amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, const char *prefix) {
     const amp_system *s;
     ampi_loading l;
     amp_result r;
@@ -26804,7 +26820,7 @@ static amp_result ampi_broadcast(amp_context *amp, void *data, int64_t bytes) {
     ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
     return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
 }
-AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int64_t n) {
     const char *f = "amp_params_broadcast";
     ampi_gradient_watch *w;
     int64_t i;
@@ -27122,7 +27138,7 @@ static void ampi_index_before(const amp_system *system, const char *path, int64_
 }
 
 /* Rank 0 knows the files there are, and numbers those to come. */
-static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
+static AMPI_COLD amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
     const char *f = "amp_state_save_ranks";
     const amp_system *s = ampi_context_system(amp);
     const int rank = ampi_settings(amp)->reducer.rank;
@@ -27250,7 +27266,7 @@ static amp_result ampi_load_rank(const amp_system *system, const char *path, con
     amp_state_destroy(*out);
     return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks", "%s is of another save than %s", part, path);
 }
-static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
+static AMPI_COLD amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
     const amp_system standard = ampi_system(NULL), *s = amp != NULL ? ampi_context_system(amp) : &standard;
     int64_t world, i, n = 0;
@@ -27305,13 +27321,13 @@ static amp_result ampi_hook_set_sum(amp_grad_set *set) { (void)set; return AMP_O
 static amp_result ampi_hook_set_rest(amp_grad_set *set) { (void)set; return AMP_OK; }
 static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) { (void)b; (void)row; return 0; }
 static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) { (void)b; (void)unscaled; return AMP_OK; }
-static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
+static AMPI_COLD amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     (void)micro; (void)before;
     if (set->desc->sync_every == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create",
                      ".sync_every = %d, must be 0: AMP_NO_RANKS left the outer step out", (int)set->desc->sync_every);
 }
-static void ampi_hook_buckets_destroy(ampi_buckets *b) { (void)b; }
+static AMPI_COLD void ampi_hook_buckets_destroy(ampi_buckets *b) { (void)b; }
 static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) { (void)b; return AMP_OK; }
 static amp_result ampi_hook_buckets_gather(ampi_buckets *b) { (void)b; return AMP_OK; }
 static void ampi_hook_buckets_gather_late(ampi_buckets *b) { (void)b; }
@@ -27694,7 +27710,7 @@ static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
 }
 
 /* Fills dtype, start, count and row of f from its head, n bytes. */
-static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_t n, int tokens) {
+static AMPI_COLD amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_t n, int tokens) {
     ampi_npy npy;
     ampi_text text;
     int64_t from = 0;
@@ -27728,7 +27744,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
 }
 
 /* Opens a file and reads its header. */
-static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
+static AMPI_COLD amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_format format) {
     uint8_t head[AMPI_NPY_HEADER];
     int64_t n;
     int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
@@ -27856,7 +27872,7 @@ static int ampi_path_exists(const amp_system *s, const char *path) {
 }
 
 /* Extends `at` by one component of the pattern. */
-static amp_result ampi_search_step(ampi_search *s) {
+static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
     snprintf(s->part, sizeof s->part, "%.*s", (int)strcspn(rest, "/"), rest);
@@ -27876,7 +27892,7 @@ static amp_result ampi_search_step(ampi_search *s) {
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
 /* The matches of a pattern in byte order: the same on every rank, whatever the locale. */
-static amp_result ampi_files_by_pattern(amp_loader *l) {
+static AMPI_COLD amp_result ampi_files_by_pattern(amp_loader *l) {
     ampi_search s;
     ampi_path root[2], *found = NULL, *p;
     amp_result result;
@@ -29030,7 +29046,7 @@ static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) 
     return ampi_loader_start(l);
 }
 
-AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **out, const amp_loader_desc *desc) {
     amp_loader_desc d;
     amp_loader *l;
     void *memory;
@@ -29190,7 +29206,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 /* ---- Position */
 
 /* Makes batch `number` the next one.  Workers drop their batches; batches read ahead are discarded. */
-static amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
+static AMPI_COLD amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
     AMPI_TRY(ampi_loader_enter(l, function, here));
@@ -29291,7 +29307,7 @@ AMP_API amp_result amp_loader_save(const amp_loader *l, amp_state *state, const 
     return ampi_as("amp_loader_save", amp_state_put(state, key, AMP_I64, values, AMPI_POSITION_COUNT));
 }
 
-AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *state, const char *prefix) {
     static const char *const names[AMPI_POSITION_COUNT] = {
         "epoch",  "index",    "hash of the data", "samples", ".batch x .world", ".seq",   ".seed",
         ".world", ".shuffle", ".last_batch",      ".first",  ".last",           ".format"};
@@ -29516,7 +29532,7 @@ static const ampi_field ampi_monitor_fields[] = {
 };
 
 /* What a key takes, in words. */
-static void ampi_setting_allowed(const ampi_field *k, char *out, size_t size) {
+static AMPI_COLD void ampi_setting_allowed(const ampi_field *k, char *out, size_t size) {
     const char *word;
     double of;
     int i, n;
@@ -29619,8 +29635,8 @@ static int ampi_setting_take(amp_settings *s, const ampi_field *k, const char *t
 }
 
 /* Sets one key from text.  On failure nothing changes. */
-static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k, const char *text,
-                                   size_t n) {
+static AMPI_COLD amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, const ampi_field *k,
+                                             const char *text, size_t n) {
     char label[256], allowed[160], shown[48];
     const char *left_out;
     double value = 0;
@@ -29698,8 +29714,8 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
 }
 
 /* Skips a leading byte order mark. */
-static amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name, const char *text,
-                                     size_t bytes) {
+static AMPI_COLD amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name,
+                                               const char *text, size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
     amp_settings next = *settings;
     const char *at = text, *end = text + bytes, *line_end;
@@ -29742,7 +29758,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
 
 extern char **environ;
 
-AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
+AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     amp_settings next;
     ampi_origin from;
     char key[64];
@@ -29782,7 +29798,7 @@ static amp_settings ampi_settings_effective(const amp_settings *settings) {
     return s;
 }
 
-AMP_API size_t amp_settings_text(const amp_settings *settings, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_settings_text(const amp_settings *settings, char *text, size_t size) {
     amp_settings s;
     ampi_sheet t = ampi_sheet_of(text, size);
     char value[64];
@@ -29808,7 +29824,7 @@ static amp_result ampi_settings_check_text(const char *f, const amp_settings *s,
     return ampi_fail(AMP_ERR_RANGE, f, ".%s = \"%.80s\", must be %s", k->key, text, k->range);
 }
 /* Checks each field by itself, as a program may have filled it. */
-static amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
+static AMPI_COLD amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
     const char *left_out;
     double value, of;
@@ -29842,7 +29858,7 @@ static amp_result ampi_settings_conflict(const char *f, const amp_settings *s, c
     return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s and %s = %s: %s", a, va, b, vb, why);
 }
 
-static amp_result ampi_settings_check(const char *f, const amp_settings *settings) {
+static AMPI_COLD amp_result ampi_settings_check(const char *f, const amp_settings *settings) {
     amp_settings s;
     const amp_scaler_desc *c = &s.scaler;
     const char *unread;
@@ -29926,9 +29942,9 @@ static void ampi_settings_fill_monitor(const amp_settings *s, amp_monitor_desc *
     ampi_settings_copy(s, ampi_monitor_fields, sizeof ampi_monitor_fields, d);
 }
 
-AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
-                                     amp_scaler_desc *scaler, amp_optimizer_desc *optimizer,
-                                     amp_monitor_desc *monitor) {
+AMP_API AMPI_COLD amp_result amp_settings_fill(const amp_settings *settings, const amp_context *amp, amp_desc *desc,
+                                               amp_scaler_desc *scaler, amp_optimizer_desc *optimizer,
+                                               amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
     AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
@@ -29984,7 +30000,7 @@ static void ampi_env_unread(const amp_context *amp, const amp_settings *s, const
                  "become 0 in fp16.  Pass a scaler, or set AMP_SCALER=off if no gradients are computed");
 }
 
-static amp_result ampi_open_env(amp_context **out, amp_scaler **scaler_out) {
+static AMPI_COLD amp_result ampi_open_env(amp_context **out, amp_scaler **scaler_out) {
     amp_settings s;
     amp_desc desc;
     amp_scaler_desc scaling;
@@ -30103,8 +30119,8 @@ static void ampi_settings_apply_context(const amp_settings *s, amp_context *amp,
     if (d->disable_cache) amp_cast_cache_clear(amp);
 }
 
-static amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
-                                  amp_optimizer *optimizer, amp_monitor *monitor) {
+static AMPI_COLD amp_result ampi_settings_apply(const amp_settings *settings, amp_context *amp, amp_scaler *scaler,
+                                                amp_optimizer *optimizer, amp_monitor *monitor) {
     const char *f = "amp_settings_apply";
     amp_settings s;
     ampi_settings_change to;
@@ -30230,8 +30246,8 @@ static amp_result ampi_status_scaler(const amp_scaler *scaler, amp_status *out) 
     return AMP_OK;
 }
 
-static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
-                                  amp_status *out) {
+static AMPI_COLD amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scaler, double memory_warning,
+                                            amp_status *out) {
     void *dev, *stream;
     const amp_backend *backend;
     const amp_desc *d;
@@ -30309,7 +30325,7 @@ static void ampi_print_memory(ampi_sheet *s, const amp_status *t) {
     ampi_print(s, "%s\n", t->memory_warned ? ": above the warning threshold" : "");
 }
 
-AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_status_text(const amp_status *status, char *text, size_t size) {
     const amp_status *t = status;
     const amp_telemetry *m;
     ampi_sheet s = ampi_sheet_of(text, size);
@@ -30350,7 +30366,7 @@ AMP_API size_t amp_status_text(const amp_status *status, char *text, size_t size
     return s.in_use;
 }
 
-static void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
+static AMPI_COLD void ampi_json_cache(ampi_sheet *s, const char *key, const amp_cache_info *c) {
     ampi_json_open(s, key);
     ampi_json_integer(s, "entries", c->entries);
     ampi_json_integer(s, "bytes", c->bytes);
@@ -30419,7 +30435,7 @@ static void ampi_json_device(ampi_sheet *s, const amp_device *d) {
     ampi_json_close(s);
 }
 
-AMP_API size_t amp_status_json(const amp_status *status, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_status_json(const amp_status *status, char *text, size_t size) {
     const amp_status *t = status;
     ampi_sheet s = ampi_sheet_of(text, size);
     char version[40];
@@ -30540,7 +30556,7 @@ static int ampi_json_is_object(const char *p) {
 /* ---- The file */
 
 /* Writes the kept lines, continuing where the last write ended, even within a line. */
-static amp_result ampi_lines_write(amp_monitor *m, const char *function) {
+static AMPI_COLD amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
     if (!m->open) return AMP_OK;
@@ -31109,7 +31125,7 @@ static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d
     return AMP_OK;
 }
 
-static void ampi_monitor_free(amp_monitor *m) {
+static AMPI_COLD void ampi_monitor_free(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -31140,7 +31156,7 @@ AMP_API void amp_monitor_destroy(amp_monitor *monitor) {
 }
 
 
-AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const amp_monitor_desc *desc) {
     const char *f = "amp_monitor_create";
     amp_monitor_desc d;
     amp_monitor *m;
@@ -31534,7 +31550,7 @@ AMP_API amp_result amp_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     return ampi_as("amp_tensor_stats_step", ampi_tensor_stats_step(stats, out));
 }
 
-AMP_API size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_tensor_stats_text(const amp_tensor_stats_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     char name[256];
     int64_t i;
@@ -31600,7 +31616,7 @@ struct ampi_snapshot {
     int64_t position;               /* of the loader: batches taken */
 };
 
-static void ampi_snapshot_destroy(ampi_snapshot *k) {
+static AMPI_COLD void ampi_snapshot_destroy(ampi_snapshot *k) {
     const amp_system *s;
     int64_t i;
     if (k == NULL) return;
@@ -31757,8 +31773,8 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
 }
 
 /* On failure nothing was taken. */
-static amp_result ampi_snapshot_create(amp_context *amp, const char *function, const ampi_snapshot_desc *desc,
-                                       ampi_snapshot **out) {
+static AMPI_COLD amp_result ampi_snapshot_create(amp_context *amp, const char *function,
+                                                 const ampi_snapshot_desc *desc, ampi_snapshot **out) {
     ampi_snapshot *k;
     amp_result r;
     AMPI_TRY(ampi_snapshot_check(function, amp, desc));
@@ -31774,7 +31790,7 @@ static amp_result ampi_snapshot_create(amp_context *amp, const char *function, c
 }
 
 /* Restores everything. */
-static amp_result ampi_snapshot_restore(ampi_snapshot *k) {
+static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_scaler *s = k->desc.scaler;
     int64_t i;
@@ -31930,7 +31946,7 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
 /* ---- Runs */
 
 /* Restores everything, with zero gradients and the context in `dtype`; reference 1: without layer overrides. */
-static amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
+static AMPI_COLD amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
     AMPI_TRY(ampi_snapshot_restore(v->before));
@@ -32046,7 +32062,7 @@ static void ampi_taped_close(amp_context *amp, ampi_taped *w) {
 }
 
 /* The parameters of what is recorded; nothing runs. */
-static amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **params, int64_t *n) {
+static AMPI_COLD amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **params, int64_t *n) {
     amp_context *amp = w->tape->object.amp;
     int depth = ampi_regions_hide(amp);
     int64_t bytes;
@@ -32446,7 +32462,7 @@ static amp_result ampi_ranks_same_dtypes(amp_context *amp, const char *f, const 
                                        (int)apart.rank);
 }
 
-static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
+static AMPI_COLD amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *desc, amp_verify_report *out) {
     amp_verify_desc d;
     amp_verify_report report;
     amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
@@ -32495,7 +32511,7 @@ static const char *ampi_verdict_word(amp_verdict verdict) {
            : verdict == AMP_VERDICT_NONFINITE ? "NONFINITE" : "FAILED";
 }
 
-AMP_API size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_verify_text(const amp_verify_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
@@ -32522,7 +32538,7 @@ static const char *ampi_memory_kind_word(amp_memory_kind place) {
     }
 }
 
-AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n) {
+AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_range *ranges, int64_t n) {
     const char *f = "amp_verify_placement";
     const amp_backend *backend;
     void *dev, *stream;
@@ -32611,7 +32627,7 @@ static amp_result ampi_gradcheck_call(ampi_gradchecker *c, amp_step_function cal
     return ampi_fail((amp_result)code, "amp_gradcheck", ".%s returned %d. %s", name, code, why);
 }
 
-static amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
+static AMPI_COLD amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output) {
     const amp_range *y = &c->desc->outputs[output];
     float scratch[AMPI_MULTI_BLOCK];
     int64_t first, n, k, m, i;
@@ -32699,7 +32715,7 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
 /* Level 0 moves all elements.  Each further one moves a 7th of those before, down to one, and then a quarter as far:
    the fewer move, and the less, the fewer kinks lie on the way. */
 enum { AMPI_GRADCHECK_LEVELS = 12 };
-static ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, int64_t input, int32_t j, int level) {
+static AMPI_COLD ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, int64_t input, int32_t j, int level) {
     int64_t n = ampi_gradcheck_count(c, input);
     ampi_course d;
     d.seed = ampi_row_seed(ampi_direction_seed(c, input, j), level, 0);
@@ -32780,8 +32796,8 @@ typedef struct ampi_probe {
 } ampi_probe;
 
 /* *both: (L(x + step d) - L(x - step d)) / 2 step; *sides: by how much the two sides' differences differ. */
-static amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, const ampi_course *course, double step,
-                                            double *both, double *sides) {
+static AMPI_COLD amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, const ampi_course *course,
+                                                      double step, double *both, double *sides) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
     double loss[2] = {0, 0};
@@ -32999,7 +33015,8 @@ static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_des
     if (r == AMP_OK) *out = report;
     return r;
 }
-AMP_API amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc, amp_gradcheck_report *out) {
+AMP_API AMPI_COLD amp_result amp_gradcheck(amp_context *amp, const amp_gradcheck_desc *desc,
+                                           amp_gradcheck_report *out) {
     amp_result result = AMP_OK;
     amp_gradcheck_desc d;
     ampi_taped taped;
@@ -33101,7 +33118,7 @@ static const char *ampi_verdict_name(amp_verdict verdict) {
 }
 
 /* 1: `why` says why the dtype must not be used; 0: it may be. */
-static int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
+static AMPI_COLD int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
     const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
     if (row != NULL) {
         const char *where = row->first_bad[0]        ? row->first_bad
@@ -33393,7 +33410,7 @@ static amp_result ampi_gather_facts(const amp_context *amp, const amp_advise_des
     return amp_scaler_get(desc->scaler, &f->scaler);
 }
 
-AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
+AMP_API AMPI_COLD amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp_advice *out) {
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
@@ -33423,7 +33440,7 @@ AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp
     return AMP_OK;
 }
 
-AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_advice_text(const amp_advice *advice, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     const amp_settings *s;
     char batch[24] = "unknown", lr[24] = "unknown";
@@ -33441,8 +33458,8 @@ AMP_API size_t amp_advice_text(const amp_advice *advice, char *text, size_t size
     return sheet.in_use;
 }
 
-AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
-                                    amp_optimizer *optimizer) {
+AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, amp_scaler *scaler,
+                                              amp_optimizer *optimizer) {
     const amp_scaler_desc *rule;
     amp_settings s;
     if (advice == NULL || amp == NULL)
@@ -33690,7 +33707,7 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
 }
 
 /* Runs n steps, each to its end; times may be NULL. */
-static int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
+static AMPI_COLD int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
     for (i = 0; i < n && code == 0; i++) {
@@ -33899,7 +33916,7 @@ static amp_result ampi_tune_agree(ampi_tune *t, int *known) {
     return *known ? ampi_ranks_take(t->amp, t->out, (int64_t)sizeof *t->out, ampi_is_first(t->amp)) : AMP_OK;
 }
 
-static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
+static AMPI_COLD amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
     amp_result result = AMP_OK;
     amp_tune_report report;
     char why[200];
@@ -33960,7 +33977,7 @@ static void ampi_tune_rates(ampi_sheet *sheet, const amp_tune_report *r) {
     if (before[0] == ',') ampi_print(sheet, "\n");
 }
 
-AMP_API size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_tune_text(const amp_tune_report *report, char *text, size_t size) {
     ampi_sheet sheet = ampi_sheet_of(text, size);
     int64_t i;
     if (report == NULL) return 0;
@@ -34200,7 +34217,7 @@ static amp_result ampi_adapt_product(ampi_adapt_look *k, amp_dtype dtype, float 
 static double ampi_adapt_share(int64_t part, int64_t of) { return (double)part / (double)AMPI_MAX(of, (int64_t)1); }
 
 /* How the sampled rows of an input or gradient fit a dtype. */
-static amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtype dtype, ampi_evidence *e) {
+static AMPI_COLD amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtype dtype, ampi_evidence *e) {
     amp_k_gemm g = k->sample;
     amp_k_inspected sum;
     amp_k_fp8_slot slot;
@@ -34231,7 +34248,7 @@ static int ampi_adapt_is_scaled(const ampi_adapt_look *k, amp_dtype dtype, doubl
 }
 
 /* One dtype's evidence; which: 0 the one below, 1 the layer's own. */
-static amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dtype dtype) {
+static AMPI_COLD amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dtype dtype) {
     ampi_evidence *e = &k->found[which];
     ampi_fp host;
     double error;
@@ -34419,7 +34436,7 @@ static void ampi_adapt_describe(const amp_adapt *m, const ampi_adapt_layer *l, c
 }
 
 /* The layer computes in the dtype of that rung from now on. */
-static amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, int64_t rung) {
+static AMPI_COLD amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, int64_t rung) {
     amp_dtype from = m->ladder[l->rung], to = m->ladder[rung];
     int up = rung > l->rung;
     amp_adapt_record record;
@@ -34535,7 +34552,7 @@ AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out) {
     return 1;
 }
 
-AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out) {
+AMP_API AMPI_COLD amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out) {
     const ampi_adapt_layer *l;
     amp_dtype now;
     AMPI_TRY(ampi_need("amp_adapt_layer", out != NULL, "out"));
@@ -34657,7 +34674,7 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
 }
 
 /* One rank's adapt, which does not observe yet. */
-static amp_result ampi_adapt_make(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+static AMPI_COLD amp_result ampi_adapt_make(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
     static const char f[] = "amp_adapt_create";
     amp_result result;
     amp_adapt *m, made;
@@ -34730,7 +34747,7 @@ static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp
     *out = m;
     return AMP_OK;
 }
-AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
     return ampi_as("amp_adapt_create", ampi_adapt_create(amp, out, desc));
 }
 AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) {
@@ -34786,7 +34803,7 @@ static int ampi_adapt_list(const amp_adapt *m, const ampi_adapt_layer *l, ampi_s
     return layers->in_use < size;
 }
 
-AMP_API size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_adapt_text(const amp_adapt *adapt, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size), list;
     char layers[sizeof((amp_settings *)0)->layers] = "";
     const char *wrong = NULL;
@@ -34816,7 +34833,7 @@ static void ampi_adapt_number(ampi_sheet *s, const char *key, double value) {
     else ampi_json_null(s, key);
 }
 
-AMP_API size_t amp_adapt_json(const amp_adapt_record *record, char *text, size_t size) {
+AMP_API AMPI_COLD size_t amp_adapt_json(const amp_adapt_record *record, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size);
     if (record == NULL) return 0;
     ampi_json_open(&s, NULL);
@@ -34871,7 +34888,7 @@ static amp_result ampi_saved_layers_alloc(const amp_system *system, const char *
 }
 
 /* Copies the layers' numbers out (to 0) or in. */
-static void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
+static AMPI_COLD void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
     int64_t i;
     for (i = 0; i < m->n; i++) {
         ampi_adapt_layer *l = &m->layers[i];
@@ -34897,7 +34914,7 @@ static amp_result ampi_adapt_put(const amp_adapt *m, amp_state *state, const cha
     return ampi_put(state, prefix, "adapt_names", -1, AMP_U8, s->names, m->n * (int64_t)sizeof m->layers->name);
 }
 
-AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, const char *prefix) {
     const char *f = "amp_adapt_save";
     ampi_saved_layers s;
     amp_state *own;
@@ -34994,7 +35011,7 @@ static amp_result ampi_adapt_load(amp_adapt *m, const amp_state *state, const ch
     return ampi_adapt_override(m);
 }
 
-AMP_API amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, const char *prefix) {
+AMP_API AMPI_COLD amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, const char *prefix) {
     const char *f = "amp_adapt_load";
     char key[AMPI_STATE_KEY];
     ampi_saved_layers s;
@@ -35149,7 +35166,7 @@ AMP_API void amp_recovery_destroy(amp_recovery *recovery) {
     if (recovery != NULL) ampi_object_end(&recovery->object, "amp_recovery_destroy", AMPI_STACK);
 }
 
-AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
+AMP_API AMPI_COLD amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, const amp_recovery_desc *desc) {
     amp_recovery_desc d;
     amp_recovery *r;
     amp_result result;
@@ -35249,7 +35266,7 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
 /* ---- Acting */
 
 /* Asks the policy.  1: the policy set the learning rate, so restoring keeps it. */
-static int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
+static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     double lr = r->desc.optimizer->desc.lr;
     amp_recovery_event planned = *event;
     struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
@@ -35282,7 +35299,7 @@ static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     return ampi_scaler_change(scaler, &d);
 }
 
-static amp_result ampi_mitigate(const amp_recovery *r, amp_recovery_event *event) {
+static AMPI_COLD amp_result ampi_mitigate(const amp_recovery *r, amp_recovery_event *event) {
     if (event->mitigation == AMP_MITIGATE_LAYERS && event->layer[0] == 0) event->mitigation = AMP_MITIGATE_NONE;
     if (event->mitigation == AMP_MITIGATE_DTYPE && !ampi_can_widen(r->amp)) event->mitigation = AMP_MITIGATE_NONE;
     if (event->mitigation == AMP_MITIGATE_LAYERS) AMPI_TRY(amp_layer_override(r->amp, event->layer, AMP_F32));
@@ -35292,7 +35309,7 @@ static amp_result ampi_mitigate(const amp_recovery *r, amp_recovery_event *event
 }
 
 /* Goes back to the last good snapshot. */
-static amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
+static AMPI_COLD amp_result ampi_go_back(amp_recovery *r, int keep_lr) {
     amp_optimizer *o = r->desc.optimizer;
     double lr = o->desc.lr;
     int64_t last = o->attempts;
@@ -35477,7 +35494,7 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
 
 /* One cleanup per step, then ever smaller micro-batches.  Drops the cycle's accumulated gradients: they may hold part
    of the failed pass. */
-static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
+static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
     amp_optimizer *o;
@@ -35535,7 +35552,7 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     r->next = now.applied + r->desc.interval;
     return AMP_OK;
 }
-AMP_API amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
+AMP_API AMPI_COLD amp_result amp_recovery_batch(amp_recovery *recovery, amp_loader *loader) {
     return ampi_as("amp_recovery_batch", ampi_recovery_batch(recovery, loader));
 }
 
@@ -37868,39 +37885,39 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(s + a) + AMPI_V(ampi_keep)(b + c));
 }
 
-/* y = (y +) that sum */
+/* y = (y +) that sum, for whole vectors: n is a multiple of AMPI_W. */
 static AMPI_ALWAYS void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
-    int64_t i, m;
+    int64_t i;
     for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* in registers: y may alias what `rows` points to */
-    for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
+    for (i = 0; i < n; i += AMPI_W) {
         ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, AMPI_W);
         AMPI_V(ampi_store)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load)(y + i)) : s);
     }
-    m = n - i;
-    if (m > 0) {
-        ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, m);
-        AMPI_V(ampi_store_tail)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load_tail)(y + i, m)) : s, m);
-    }
 }
 
-/* The same for AMPI_W columns and all rows: the sum stays in a register. */
-static AMPI_ALWAYS void
-AMPI_V(ampi_sum_strip)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
+/* The sum of all rows at i, with the same bits; it stays in a register.  m elements exist. */
+static AMPI_ALWAYS ampi_vf
+AMPI_V(ampi_sum_strip)(const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
     ampi_vf s = AMPI_V(ampi_sum_at)(rows, dtype, count >= 8, i, m);
     for (; r + 8 <= count; r += 8) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_sum_at)(rows + r, dtype, 1, i, m));
     for (; r < count; r++) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_load_as)(rows[r], dtype, i, m));
-    AMPI_V(ampi_store_upto)(y + i, s, m);
+    return s;
+}
+/* What is left over behind whole vectors: once for all dtypes. */
+static __attribute__((__noinline__)) void
+AMPI_V(ampi_sum_tail)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
+    AMPI_V(ampi_store_tail)(y + i, AMPI_V(ampi_sum_strip)(rows, dtype, count, i, m), m);
 }
 
 static AMPI_ALWAYS void
 AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
-    int64_t r = 0;
-    for (; n <= 4 * AMPI_W && r * AMPI_W < n; r++)
-        AMPI_V(ampi_sum_strip)(y, rows, dtype, count, r * AMPI_W, n - r * AMPI_W);
-    if (r > 0) return;
+    int64_t r = 0, i;
+    for (i = 0; n <= 4 * AMPI_W && i < n; i += AMPI_W)
+        AMPI_V(ampi_store)(y + i, AMPI_V(ampi_sum_strip)(rows, dtype, count, i, AMPI_W));
+    if (n <= 4 * AMPI_W) return;
     if (count >= 8) { AMPI_V(ampi_sum_group)(y, rows, dtype, 1, 0, n); r = 8; }
     else if (count > 0) { AMPI_V(ampi_sum_group)(y, rows, dtype, 0, 0, n); r = 1; }
     for (; r + 8 <= count; r += 8) AMPI_V(ampi_sum_group)(y, rows + r, dtype, 1, 1, n);
@@ -37908,9 +37925,11 @@ AMPI_V(ampi_sum_rows_as)(float *y, const void *const *rows, amp_dtype dtype, int
 }
 
 static void AMPI_V(ampi_sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n) {
-    if (dtype == AMP_F16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F16, count, n);
-    else if (dtype == AMP_BF16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_BF16, count, n);
-    else AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F32, count, n);
+    const int64_t whole = n / AMPI_W * AMPI_W;
+    if (whole < n) AMPI_V(ampi_sum_tail)(y, rows, dtype, count, whole, n - whole);
+    if (dtype == AMP_F16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F16, count, whole);
+    else if (dtype == AMP_BF16) AMPI_V(ampi_sum_rows_as)(y, rows, AMP_BF16, count, whole);
+    else AMPI_V(ampi_sum_rows_as)(y, rows, AMP_F32, count, whole);
 }
 
 /* Half a vector of fp32, its bits, and the same numbers in fp64. */
