@@ -347,39 +347,39 @@ AMP_API const char *amp_last_error(void);
    5xx devices. */
 #define AMP_RESULTS(X) \
     X(AMP_OK,                0, "success", "") \
-    X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass the object or buffer the text names") \
-    X(AMP_ERR_RANGE,       102, "a value is outside its legal range", "use a value from the range in the text") \
-    X(AMP_ERR_SHAPE,       103, "shapes do not fit together", "compare them with the operator's comment") \
-    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use one of the dtypes in the text") \
+    X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass a pointer that is not NULL") \
+    X(AMP_ERR_RANGE,       102, "a value is outside its legal range", "use a value within the range") \
+    X(AMP_ERR_SHAPE,       103, "shapes do not fit together", "compare them with the comment of the operator") \
+    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use a dtype that is accepted here") \
     X(AMP_ERR_VERSION,     105, "header and implementation differ", "rebuild every file against the same amp.h") \
-    X(AMP_ERR_STATE,       106, "called in the wrong order", "see the order of calls in the manual") \
-    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "use one of the names in the text") \
-    X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose what the text offers, or allow the fallback") \
-    X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller dimensions") \
-    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two in the text") \
-    X(AMP_ERR_LABEL,       201, "a label or index is out of range", "fix the data, or the size given for it") \
-    X(AMP_ERR_SCALE,       202, "the loss scale is not usable", "the scale and its inverse must be finite and normal") \
-    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused", "use another preset, or fp32 or bf16 gradients") \
+    X(AMP_ERR_STATE,       106, "called in the wrong order", "the manual in amp.h gives the order of calls") \
+    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "check the spelling, and that no name is used twice") \
+    X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose a setting that this machine and backend support") \
+    X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller sizes") \
+    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two") \
+    X(AMP_ERR_LABEL,       201, "a label or index is out of range", "fix the data, or the size that was given for it") \
+    X(AMP_ERR_SCALE,       202, "the loss scale is not usable", "use a scale from 2^-126 to 2^126") \
+    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused", "use another preset, or gradients in fp32 or bf16") \
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update first") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
     X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded", "call amp_scaler_check for at least one set first") \
     X(AMP_ERR_GRAPH,       207, "a captured graph is out of date", "capture the step again") \
-    X(AMP_ERR_MEMORY,      301, "out of memory", "use a smaller batch, or give the context a larger allocator") \
-    X(AMP_ERR_THREAD,      302, "a thread could not be started", "raise the thread limit or use fewer workers") \
-    X(AMP_ERR_OPEN,        401, "a file could not be opened", "check path and permissions") \
-    X(AMP_ERR_READ,        402, "a file could not be read", "check the disk; the text has the offset") \
-    X(AMP_ERR_WRITE,       403, "a file could not be written", "check free space and permissions") \
-    X(AMP_ERR_FORMAT,      404, "not a file of the expected format", "pass a file of the format the text names") \
-    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early", "copy or write it again") \
+    X(AMP_ERR_MEMORY,      301, "out of memory", "use a smaller batch or model, or free memory") \
+    X(AMP_ERR_THREAD,      302, "a thread could not be started", "raise the limit (ulimit -u), or use fewer") \
+    X(AMP_ERR_OPEN,        401, "a file could not be opened", "check the path and its permissions") \
+    X(AMP_ERR_READ,        402, "a file could not be read", "check the disk, and who else writes the file") \
+    X(AMP_ERR_WRITE,       403, "a file could not be written", "check the free space and the permissions") \
+    X(AMP_ERR_FORMAT,      404, "not a file of the expected format", "pass a file of the expected format") \
+    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early", "copy or write the file again") \
     X(AMP_ERR_CHECKSUM,    406, "a checksum does not match", "the file is damaged: use the previous one") \
     X(AMP_ERR_NEWER,       407, "written by a newer version", "use a newer amp.h") \
     X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
-    X(AMP_ERR_END,         409, "no more data", "the loader's last epoch is over") \
-    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names the worker") \
-    X(AMP_ERR_SOURCE,      411, "a callback failed", "see the callback's own message") \
-    X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
+    X(AMP_ERR_END,         409, "no more data", "stop, or set .epochs of the loader to more") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise .timeout_ms, or look for what it waits for") \
+    X(AMP_ERR_SOURCE,      411, "a callback failed", "find out why your callback failed") \
+    X(AMP_ERR_DEVICE,      501, "a device call failed", "look the error up in the device's own documentation") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
-    X(AMP_ERR_REDUCE,      503, "a reduction over ranks failed", "see the text; a hook of yours must return 0")
+    X(AMP_ERR_REDUCE,      503, "a reduction over ranks failed", "look for an earlier error on another rank")
 
 typedef enum amp_result {
 #define AMPI_RESULT_ENUM(name, number, text, hint) name = number,
@@ -388,8 +388,8 @@ typedef enum amp_result {
     AMP_RESULT_FORCE_I32 = 0x7fffffff
 } amp_result;
 
-/* A result in words, and what to do about it.  Both are constant strings; for any other number they are "unknown
-   result" and "". */
+/* A result in words, and what to do about it, which amp_last_error ends with where its text does not say it.  Both are
+   constant strings; for any other number they are "unknown result" and "". */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
 /* AMP_VERSION of the linked implementation. */
@@ -5231,7 +5231,19 @@ static const char *ampi_plain(const char *name, char *to, size_t size) {
     return ampi_one_line(to);
 }
 
-/* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
+/* Whether a text says itself what to do: then its result's hint does not follow it. */
+static int ampi_says_what_to_do(const char *format) {
+    static const char *const verbs[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
+    const char *at;
+    int i, says = 0;
+    for (i = 0; i < (int)(sizeof verbs / sizeof *verbs); i++)
+        for (at = strstr(format, verbs[i]); at != NULL; at = strstr(at + 1, verbs[i]))
+            says |= at == format || at[-1] == ' ';
+    return says;
+}
+
+/* Sets the last-error text "AMP0102 amp_x: .field = 3, must be 1 to 2", or "AMP0301 amp_x: 64 bytes; hint", and returns
+   result. */
 static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
     ampi_sheet sheet = ampi_sheet_of(detail, sizeof detail);
@@ -5239,14 +5251,58 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
-    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail,
-             amp_result_hint(result));
+    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s%s%s", (int)result, function, detail,
+             ampi_says_what_to_do(format) ? "" : "; ",
+             ampi_says_what_to_do(format) ? "" : amp_result_hint(result));
     ampi_one_line(ampi_error_text);
     return result;
 }
 
-static amp_result ampi_need(const char *function, int there, const char *names) {
-    return there ? AMP_OK : ampi_fail(AMP_ERR_NULL, function, "%s is NULL", names);
+/* What to pass as a parameter, or to set a field to, that must not be NULL. */
+static const char *const ampi_wanted[][2] = {
+    {"amp", "the context that amp_open made"}, {"out", "the address of the variable that takes the result"},
+    {"adapt", "what amp_adapt_create made"}, {"set", "what amp_grad_set_create made"},
+    {"graph", "what amp_graph_end made"}, {"loader", "what amp_loader_create made"},
+    {"model", "what amp_model_create made"}, {"monitor", "what amp_monitor_create made"},
+    {"optimizer", "what amp_optimizer_create made"}, {"ranks", "what amp_ranks_create made"},
+    {"recovery", "what amp_recovery_create made"}, {"scaler", "what amp_scaler_create made"},
+    {"state", "what amp_state_create or amp_state_load made"}, {"tape", "what amp_tape_create made"},
+    {"stats", "what amp_tensor_stats_create made"}, {"advice", "what amp_advise wrote"},
+    {"machine", "what amp_machine_probe wrote"}, {"op", "the operator's struct"},
+    {"settings", "an amp_settings, at first all zeros"}, {"prefix", "a name for the object's records in the state"},
+    {"path", "the file's name"}, {"key", "a name"}, {"pattern", "a pattern of names, such as \"h.*\""},
+    {"dst", "memory to write to"}, {"src", "memory to read from"}, {"values", "an array of n values"},
+    {"param", "the parameter"}, {"params", "an array of n parameters"}, {"ranges", "an array of n ranges"},
+    {"table", "the parameter that holds a row for each id"}, {"ids", "a tensor of ids"},
+    {".lse", "memory for a number for each row of scores"}, {".labels", "an array with a label for each row"},
+    {".loss", "memory for the loss"}, {".weight", "the layer's parameter"},
+    {".ids", "an array with an id for each row"}, {".table", "the parameter that holds a row for each id"},
+    {".params", "an array of .n_params parameters"}, {".ranges", "an array of .n_ranges ranges"},
+    {".optimizer", "what amp_optimizer_create made"},
+    {".rstd", "memory for a number for each row"}, {".mean", "memory for a number for each row"}
+};
+static amp_result ampi_null(const char *function, const char *name) {
+    const char *what = "a pointer that is not NULL";
+    int i, n = (int)(sizeof ampi_wanted / sizeof *ampi_wanted);
+    if (strcmp(name, "desc") == 0)          /* amp_x_create takes an amp_x_desc, as amp_tune takes an amp_tune_desc */
+        return ampi_fail(AMP_ERR_NULL, function, "desc is NULL: pass the address of an %.*s_desc",
+                         (int)(strstr(function, "_create") ? strstr(function, "_create") - function
+                                                           : (ptrdiff_t)strlen(function)), function);
+    for (i = 0; i < n; i++) if (strcmp(ampi_wanted[i][0], name) == 0) what = ampi_wanted[i][1];
+    if (name[0] == '.') return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: set it to %s", name, what);
+    return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: pass %s", name, what);
+}
+/* Refuses the first of these pointers that is NULL, by its parameter's or field's name. */
+static amp_result ampi_need(const char *function, const void *pointer, const char *name) {
+    return pointer != NULL ? AMP_OK : ampi_null(function, name);
+}
+static amp_result ampi_need2(const char *function, const void *a, const char *a_name, const void *b,
+                             const char *b_name) {
+    return a == NULL ? ampi_null(function, a_name) : ampi_need(function, b, b_name);
+}
+static amp_result ampi_need3(const char *function, const void *a, const char *a_name, const void *b,
+                             const char *b_name, const void *c, const char *c_name) {
+    return a == NULL ? ampi_null(function, a_name) : ampi_need2(function, b, b_name, c, c_name);
 }
 
 /* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
@@ -6039,8 +6095,8 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     intptr_t file = -1;
     int64_t n;
     int error = 0;
-    if (path == NULL || (data == NULL && bytes > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
+    AMPI_TRY(ampi_need("amp_file_write_atomic", path, "path"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_file_write_atomic", data, "data"));
     AMPI_TRY(ampi_temporary_open(&s, path, temporary, sizeof temporary, &file));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
@@ -6097,8 +6153,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer = NULL;
     amp_result result;
     int error;
-    if (path == NULL || data == NULL || bytes == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
+    AMPI_TRY(ampi_need3("amp_file_read_all", path, "path", data, "data", bytes, "bytes"));
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = ampi_file_size(&s, file);
@@ -6452,7 +6507,7 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
     char all[160];
     ampi_sheet sheet = ampi_sheet_of(all, sizeof all);
     int d;
-    if (name == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_dtype_parse", name == NULL ? "name" : "out");
+    AMPI_TRY(ampi_need2("amp_dtype_parse", name, "name", out, "out"));
     for (d = 0; d < AMPI_DTYPES; d++) {
         const ampi_dtype_traits *t = &ampi_dtypes[d];
         if (strcmp(name, t->name) == 0 || (t->others[0] && strcmp(name, t->others[0]) == 0) ||
@@ -6844,8 +6899,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
     size_t bytes[2];
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
-    if (n > 0 && (dst == NULL || src == NULL))
-        return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
+    if (n > 0) AMPI_TRY(ampi_need2("amp_convert", dst, "dst", src, "src"));
     if (!ampi_dtype_is_float(dst_dtype) || !ampi_dtype_is_float(src_dtype))
         return ampi_fail(AMP_ERR_DTYPE, "amp_convert", "from %s to %s, both must be floating",
                          amp_dtype_name(src_dtype), amp_dtype_name(dst_dtype));
@@ -7063,7 +7117,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
 }
 
 AMP_API amp_result amp_machine_probe(amp_machine *out) {
-    AMPI_TRY(ampi_need("amp_machine_probe", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_machine_probe", out, "out"));
     AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
     ampi_probe_cpu(&out->cpu);
@@ -7200,7 +7254,7 @@ static amp_result ampi_choose_asked(const amp_machine *m, amp_dtype wanted, amp_
 AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int32_t allow_fallback, amp_choice *out) {
     const amp_device *d;
     int is_cpu;
-    AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
+    AMPI_TRY(ampi_need2("amp_choose", machine, "machine", out, "out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     if (wanted == AMP_FP8 && !AMPI_HAS_FP8)
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program");
@@ -7300,7 +7354,7 @@ static amp_result ampi_check_aligned(const char *function, const char *field, ui
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
     int i, given = 0;
-    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
+    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data: set its .data", field);
     if (!ampi_is_storage(t->dtype))
         return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
@@ -7815,7 +7869,7 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     amp_system s = ampi_system(system);
     void *state;
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_create", "out");
+    AMPI_TRY(ampi_need("amp_state_create", out, "out"));
     *out = NULL;
     AMPI_TRY(ampi_alloc(&s, "amp_state_create", &state, 1, sizeof(amp_state)));
     *out = (amp_state *)state;
@@ -7857,8 +7911,8 @@ AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dt
     size_t size = ampi_state_element(dtype), length;
     ampi_record record;
     amp_result result;
-    if (state == NULL || key == NULL || (values == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    AMPI_TRY(ampi_need2(function, state, "state", key, "key"));
+    if (n > 0) AMPI_TRY(ampi_need(function, values, "values"));
     length = strlen(key);
     if (length < 1 || length >= AMPI_STATE_KEY)
         return ampi_fail(AMP_ERR_RANGE, function, "key \"%.80s\" has %zu bytes, must have 1 to %d", key, length,
@@ -7884,8 +7938,8 @@ AMP_API amp_result amp_state_put(amp_state *state, const char *key, amp_dtype dt
 AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dtype dtype, void *values, int64_t n) {
     static const char function[] = "amp_state_get";
     const ampi_record *record;
-    if (state == NULL || key == NULL || (values == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    AMPI_TRY(ampi_need2(function, state, "state", key, "key"));
+    if (n > 0) AMPI_TRY(ampi_need(function, values, "values"));
     record = ampi_state_find(state, key);
     if (record == NULL)
         return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" among %lld", key, (long long)state->n);
@@ -7907,7 +7961,7 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
 static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name,
                            int64_t i) {
     int n;
-    AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
+    AMPI_TRY(ampi_need(function, prefix, "prefix"));
     n = i < 0 ? snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name)
               : snprintf(key, AMPI_STATE_KEY, "%s.%s.%lld", prefix, name, (long long)i);
     if (prefix[0] != 0 && strlen(prefix) <= 40 && n < AMPI_STATE_KEY) return AMP_OK;
@@ -7962,8 +8016,7 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
     size_t total, directory, key;
     int format;
     int64_t i;
-    if (state == NULL || data == NULL || bytes == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : data == NULL ? "data" : "bytes");
+    AMPI_TRY(ampi_need3(function, state, "state", data, "data", bytes, "bytes"));
     format = ampi_state_format(state);
     key = ampi_state_key_bytes(format);
     directory = (size_t)state->n * ampi_state_entry_bytes(format);
@@ -8119,8 +8172,8 @@ static amp_result ampi_state_parse(amp_state **out, const amp_system *system, co
 }
 
 AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes) {
-    if (out == NULL || (data == NULL && bytes > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_state_decode", out == NULL ? "out" : "data");
+    AMPI_TRY(ampi_need("amp_state_decode", out, "out"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_state_decode", data, "data"));
     return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
 }
 
@@ -8137,8 +8190,7 @@ static amp_result ampi_state_write(const amp_state *state, const char *path, int
 }
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
     int64_t sum;
-    if (state == NULL || path == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
+    AMPI_TRY(ampi_need2("amp_state_save", state, "state", path, "path"));
     return ampi_as("amp_state_save", ampi_state_write(state, path, &sum));
 }
 
@@ -8154,7 +8206,7 @@ static amp_result ampi_state_read(amp_state **out, const amp_system *system, con
 }
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
     int64_t sum;
-    if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
+    AMPI_TRY(ampi_need2("amp_state_load", out, "out", path, "path"));
     return ampi_state_read(out, system, path, &sum);
 }
 
@@ -12921,7 +12973,7 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
 
 /* Checks a caller's object, which begins with an ampi_object. */
 static amp_result ampi_need_object(const char *function, const void *object, const char *name) {
-    AMPI_TRY(ampi_need(function, object != NULL, name));
+    AMPI_TRY(ampi_need(function, object, name));
     return ampi_alive((const ampi_object *)object, function);
 }
 
@@ -13131,7 +13183,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
                          ".reduce_on_device joins the ranks by a .reducer of host memory (.on_host = 1), and this one "
                          "takes the device's already");
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
+        return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .reducer.world = %d: set it to "
+                         "the function that sums over the ranks", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
         return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h",
                          d->backend->name ? d->backend->name : "?");
@@ -13360,9 +13413,10 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp_result result;
     void *memory;
     int path_given;
-    AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_open", out, "out"));
     *out = NULL;
-    if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or n is below 1");
+    AMPI_TRY(ampi_need("amp_open", headers, "headers"));
+    if (n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "n = %lld headers, must be 1 or more", (long long)n);
     AMPI_TRY(ampi_check_headers("amp_open", headers, n));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
@@ -13471,20 +13525,20 @@ AMP_API void amp_close(amp_context *amp) {
 }
 
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
-    AMPI_TRY(ampi_need("amp_query", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query", amp, "amp", out, "out"));
     *out = amp->desc;
     out->dtype = amp->choice.dtype;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out) {
-    AMPI_TRY(ampi_need("amp_query_machine", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query_machine", amp, "amp", out, "out"));
     *out = amp->machine;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
-    AMPI_TRY(ampi_need("amp_query_choice", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query_choice", amp, "amp", out, "out"));
     *out = amp->choice;
     return AMP_OK;
 }
@@ -13527,12 +13581,12 @@ static amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, int by_host)
     return AMP_OK;
 }
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
-    AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_set_dtype", amp, "amp"));
     return ampi_set_dtype(amp, dtype, 1);
 }
 
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
-    AMPI_TRY(ampi_need("amp_set_enabled", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_set_enabled", amp, "amp"));
     if (!enabled) AMPI_TRY(ampi_check_observed(amp, "amp_set_enabled", 1, AMP_F32));
     amp->desc.disable = !enabled;
     ampi_decisions_changed(amp);
@@ -13616,7 +13670,7 @@ static amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, 
 }
 
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
-    AMPI_TRY(ampi_need("amp_alloc", amp && ptr, "amp or ptr"));
+    AMPI_TRY(ampi_need2("amp_alloc", amp, "amp", ptr, "ptr"));
     return ampi_alloc_part(amp, AMPI_PART_USER, ptr, bytes);
 }
 
@@ -13631,8 +13685,8 @@ AMP_API void amp_free(amp_context *amp, void *ptr) {
 }
 
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
-    if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL)))
-        return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
+    AMPI_TRY(ampi_need("amp_copy", amp, "amp"));
+    if (bytes > 0) AMPI_TRY(ampi_need2("amp_copy", dst, "dst", src, "src"));
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap");
@@ -13642,7 +13696,8 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
 }
 
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes) {
-    if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
+    AMPI_TRY(ampi_need("amp_fill", amp, "amp"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_fill", dst, "dst"));
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
     return bytes == 0 ? AMP_OK
                       : ampi_as("amp_fill", (amp->backend->fill)(amp->dev, dst, value, (size_t)bytes,
@@ -13682,7 +13737,7 @@ static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
 
 AMP_API amp_result amp_sync(amp_context *amp) {
     ampi_cells cells;
-    AMPI_TRY(ampi_need("amp_sync", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_sync", amp, "amp"));
     AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
     if (amp->backend->host_visible) return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
     AMPI_TRY(ampi_read_cells(amp, &cells));
@@ -13693,14 +13748,14 @@ AMP_API amp_result amp_sync(amp_context *amp) {
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
-    AMPI_TRY(ampi_need("amp_event_record", amp && event, "amp or event"));
+    AMPI_TRY(ampi_need2("amp_event_record", amp, "amp", event, "event"));
     return amp->backend->host_visible
                ? AMP_OK
                : ampi_as("amp_event_record", (amp->backend->event_record)(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
-    AMPI_TRY(ampi_need("amp_event_wait", amp && event, "amp or event"));
+    AMPI_TRY(ampi_need2("amp_event_wait", amp, "amp", event, "event"));
     return amp->backend->host_visible
                ? AMP_OK
                : ampi_as("amp_event_wait", (amp->backend->event_wait)(amp->dev, event, amp->desc.stream));
@@ -13721,7 +13776,7 @@ static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
 }
 
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    AMPI_TRY(ampi_need("amp_memory", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_memory", amp, "amp", out, "out"));
     memset(out, 0, sizeof *out);
     AMPI_TRY(ampi_as("amp_memory", (amp->backend->memory)(amp->dev, out)));
     ampi_memory_counted(amp, out);
@@ -13739,7 +13794,7 @@ AMP_API void amp_memory_reset_peak(amp_context *amp) {
 static amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     amp_memory_info before, after;
     if (freed != NULL) *freed = 0;
-    AMPI_TRY(ampi_need("amp_cleanup", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_cleanup", amp, "amp"));
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY((amp->backend->stream_sync)(amp->dev, amp->desc.stream));
     if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
@@ -13788,7 +13843,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
         return ampi_fail(AMP_ERR_RANGE, "amp_param_register",
                          ".embedding = %d, must be 0 or 1: set the struct to 0 before filling it", p->embedding);
     if (p->name == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
+        return ampi_fail(AMP_ERR_NULL, "amp_param_register",
+                         ".name of params[%lld] is NULL: set it to a name of its own", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
         return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
@@ -13836,8 +13892,8 @@ static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t 
 AMP_API amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
     int64_t i;
-    if (amp == NULL || (params == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
+    AMPI_TRY(ampi_need("amp_param_register", amp, "amp"));
+    if (n > 0) AMPI_TRY(ampi_need("amp_param_register", params, "params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n,
                                 &amp->param_capacity, sizeof *amp->params));
@@ -13929,9 +13985,10 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0)
         return ampi_fail(AMP_ERR_RANGE, f, ".mask.global = %lld, must be 0 or more", (long long)mask->global);
     if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
+        return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL: set it to an array with a length for each sequence");
     if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
+        return ampi_fail(AMP_ERR_NULL, f,
+                         ".mask.allowed is NULL: set it to an array with a byte for each pair of positions");
     AMPI_TRY(ampi_check_aligned(f, ".mask.lengths", (uintptr_t)mask->lengths, sizeof *mask->lengths));
     AMPI_TRY(ampi_check_aligned(f, ".mask.documents", (uintptr_t)mask->documents, sizeof *mask->documents));
     return mask->kind == AMP_MASK_PREFIX
@@ -14186,7 +14243,7 @@ static amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
     ampi_mask_entry e;
     amp_result result;
     void *key;
-    AMPI_TRY(ampi_need("amp_mask_get", amp && mask && out, "amp, mask or out"));
+    AMPI_TRY(ampi_need3("amp_mask_get", amp, "amp", mask, "mask", out, "out"));
     AMPI_TRY(ampi_mask_check(mask, batch, queries, keys, dtype));
     memset(&e, 0, sizeof e);
     e.kind = mask->kind;
@@ -14236,7 +14293,7 @@ AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view) {
 }
 
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out) {
-    AMPI_TRY(ampi_need("amp_mask_cache_info", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_mask_cache_info", amp, "amp", out, "out"));
     ampi_lock(amp);
     *out = amp->mask_info;
     out->limit = amp->desc.mask_limit;
@@ -14635,7 +14692,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
     amp_choice choice;
-    AMPI_TRY(ampi_need("amp_autocast_begin", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_autocast_begin", amp, "amp"));
     (void)ampi_callout_now(AMPI_STACK);
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
@@ -14682,7 +14739,7 @@ AMP_API amp_result amp_autocast_end(amp_context *amp) {
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
     const amp_autocast_desc *around;
-    AMPI_TRY(ampi_need("amp_recompute_begin", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_recompute_begin", amp, "amp"));
     outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, AMPI_RECOMPUTES);
@@ -14836,8 +14893,8 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     const amp_autocast_desc *region;
     amp_autocast_desc always;
     amp_dtype widest;
-    if (amp == NULL || out == NULL || (inputs == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
+    AMPI_TRY(ampi_need2("amp_autocast_decide", amp, "amp", out, "out"));
+    if (n > 0) AMPI_TRY(ampi_need("amp_autocast_decide", inputs, "inputs"));
     if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
@@ -14960,7 +15017,7 @@ static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0
 
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
     int64_t i;
-    AMPI_TRY(ampi_need("amp_operator_register", amp && name && op, "amp, name or op"));
+    AMPI_TRY(ampi_need3("amp_operator_register", amp, "amp", name, "name", op, "op"));
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name)
@@ -14978,7 +15035,7 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 }
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
-    AMPI_TRY(ampi_need("amp_operator_override", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_operator_override", amp, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
         return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
     if (!ampi_is_cast_policy(policy))
@@ -14989,7 +15046,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 }
 
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
-    AMPI_TRY(ampi_need("amp_layer_override", amp && pattern, "amp or pattern"));
+    AMPI_TRY(ampi_need2("amp_layer_override", amp, "amp", pattern, "pattern"));
     return ampi_layer_set(amp, "amp_layer_override", pattern, dtype);
 }
 
@@ -15191,7 +15248,7 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     amp_k_fp8_slot slot;
     ampi_fp8_table *t = NULL;
     int at = 0;
-    AMPI_TRY(ampi_need(f, amp && weight && out, "amp, weight or out"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", weight, "weight", out, "out"));
     if (tensor < AMP_FP8_X || tensor > AMP_FP8_DY)
         return ampi_fail(AMP_ERR_RANGE, f, "tensor = %d, must be AMP_FP8_X, _WEIGHT or _DY", (int)tensor);
     AMPI_TRY(ampi_check_known(amp, f, weight));
@@ -15354,7 +15411,7 @@ AMP_API amp_result amp_fp8_save(const amp_context *amp, amp_state *state, const 
     ampi_fp8_saved s;
     amp_state *own;
     amp_result r;
-    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_fp8_gather(amp, NULL, &n, &names_bytes));
@@ -15440,7 +15497,7 @@ AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const 
     ampi_fp8_saved s;
     amp_result r;
     int i;
-    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_as(f, amp_state_get(state, key, AMP_I64, saved, AMPI_FP8_RECIPE)));
@@ -15746,7 +15803,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     const void *data = NULL;
     int how = AMPI_LOOKUP_REPEATED | (amp != NULL && ampi_cache_is_off(amp) ? AMPI_LOOKUP_REFRESH : 0);
     ampi_cache_use use;
-    AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
+    AMPI_TRY(ampi_need3("amp_autocast_cast", amp, "amp", param, "param", out, "out"));
     if (!ampi_is_storage(dtype))
         return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be one of %s", amp_dtype_name(dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
@@ -15769,7 +15826,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
 
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out) {
     ampi_cells cells;
-    AMPI_TRY(ampi_need("amp_cast_cache_info", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_cast_cache_info", amp, "amp", out, "out"));
     ampi_lock(amp);
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
@@ -15860,7 +15917,7 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 
 /* Begins every call with an op.  plan: its offset in the op. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
-    AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
+    AMPI_TRY(ampi_need2(function, amp, "amp", op, "op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
         return ampi_fail(AMP_ERR_RANGE, function,
                          ".plan was not written by a forward: set the struct to 0 before filling it");
@@ -16129,7 +16186,7 @@ static amp_result ampi_linear_check_act(const char *function, const char *field,
 }
 
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
-    AMPI_TRY(ampi_need(function, op->weight != NULL, ".weight"));
+    AMPI_TRY(ampi_need(function, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
@@ -16244,7 +16301,8 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
     const char *name = of_x ? "x_pre" : "pre";
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs its input", name);
+        return ampi_fail(AMP_ERR_NULL, f,
+                         ".%s has no data: set it, for backward through GELU reads the activation's input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
                          ".%s is the activation's output; backward through GELU needs its input", name);
@@ -16655,13 +16713,13 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     ampi_input in[2];
     amp_plan plan;
     amp_k_gemm g;
-    AMPI_TRY(ampi_need("amp_gemm", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_gemm", amp, "amp"));
     AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
     AMPI_TRY(ampi_check_real("amp_gemm", "alpha", (double)alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real("amp_gemm", "beta", (double)beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
-    if (c == NULL || (k > 0 && (a == NULL || b == NULL)))
-        return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
+    AMPI_TRY(ampi_need("amp_gemm", c, "c"));
+    if (k > 0) AMPI_TRY(ampi_need2("amp_gemm", a, "a", b, "b"));
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
@@ -16701,7 +16759,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     void *scratch;
     amp_result result;
     ampi_fp host;
-    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
     if (!amp->backend->host_visible)
         return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU only; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
@@ -16709,7 +16767,8 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
     if (ampi_bits_f64(alpha) << 1 == 0) k = 0;
-    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
+    AMPI_TRY(ampi_need(f, c, "c"));
+    if (k > 0) AMPI_TRY(ampi_need2(f, a, "a", b, "b"));
     AMPI_TRY(ampi_as(f, ampi_gemm_aligned(k > 0 ? a : c, k > 0 ? b : c, c, sizeof *c)));
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
@@ -16764,7 +16823,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    AMPI_TRY(ampi_need(f, op->lse != NULL, ".lse"));
+    AMPI_TRY(ampi_need(f, op->lse, ".lse"));
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
     k->keys = k_shape[1];
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
@@ -16864,13 +16923,14 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
     if (op->residual.data && op->sum.data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual backward needs the sum");
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, for with .residual backward reads the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
                          amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
-    if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
+    AMPI_TRY(ampi_need(f, op->rstd, ".rstd"));
+    if (!rms) AMPI_TRY(ampi_need(f, op->mean, ".mean"));
     AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(ampi_or32(op->eps, 0), 0),
                              "above 0 and finite, 0 (1e-5) or AMP_EXPLICIT_ZERO"));
     k->rms = rms;
@@ -17098,7 +17158,7 @@ static amp_result ampi_check_loss(const char *f, float factor, amp_reduction red
 static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_op *op, amp_k_cross_entropy *k) {
     ampi_places *at = &c->at;
     const char *f = c->f;
-    AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
+    AMPI_TRY(ampi_need2(f, op->labels, ".labels", op->loss, ".loss"));
     if (op->classes < 0 || op->classes > k->logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)",
                          (long long)op->classes, (long long)k->logits.cols);
@@ -17153,7 +17213,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat(f, "target", &op->target, k->n, AMP_DTYPE_DEFAULT));
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, op->x.dtype));
-    AMPI_TRY(ampi_need(f, op->loss != NULL, ".loss"));
+    AMPI_TRY(ampi_need(f, op->loss, ".loss"));
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
     ampi_reads(&c->at, ".x", &op->x); ampi_reads(&c->at, ".target", &op->target);
     ampi_reads_array(&c->at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
@@ -17202,7 +17262,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     const char *f = c->f;
     if (ampi_is_recomputing(c->amp))
         return ampi_fail(AMP_ERR_STATE, f, "is not recomputed: it would add to the gradients again");
-    AMPI_TRY(ampi_need(f, op->weight != NULL, ".weight"));
+    AMPI_TRY(ampi_need(f, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
     AMPI_TRY(ampi_rows(f, "weight", &op->weight->weight, &w));
@@ -17424,7 +17484,7 @@ static amp_result ampi_embedding_prepare(ampi_call *c) {
     amp_k_embedding *k = &c->k.embedding;
     ampi_places *at = &c->at;
     const char *f = c->f;
-    AMPI_TRY(ampi_need(f, op->ids && op->table, ".ids or .table"));
+    AMPI_TRY(ampi_need2(f, op->ids, ".ids", op->table, ".table"));
     AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
     AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
     k->ids = op->ids;
@@ -17571,7 +17631,8 @@ static amp_result ampi_rope_prepare(ampi_call *c) {
     if (k->at) ampi_reads(&c->at, ".positions", &op->positions);
     AMPI_TRY(ampi_rope_tensor(c, 0, &op->q, &op->dq));
     if (op->k.data) AMPI_TRY(ampi_rope_tensor(c, 1, &op->k, &op->dk));
-    else if (c->backward && op->dk.data) return ampi_fail(AMP_ERR_NULL, f, ".k has no data, but .dk does");
+    else if (c->backward && op->dk.data) 
+        return ampi_fail(AMP_ERR_NULL, f, ".k has no data, but .dk does: set both or neither");
     host = ampi_fp_begin();
     k->step = -2 * log2(op->base == 0 ? 10000.0 : (double)op->base) / (double)AMPI_MAX(k->rotary, 1);
     ampi_fp_end(host);
@@ -17723,7 +17784,8 @@ AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op) {
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y) {
     ampi_places at;
     amp_k_add k;
-    AMPI_TRY(ampi_need("amp_add", amp && a && b && y, "amp, a, b or y"));
+    AMPI_TRY(ampi_need2("amp_add", amp, "amp", a, "a"));
+    AMPI_TRY(ampi_need2("amp_add", b, "b", y, "y"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(a);
     AMPI_TRY(ampi_check_flat("amp_add", "a", a, k.n, AMP_DTYPE_DEFAULT));
@@ -17742,7 +17804,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
     ampi_places at;
     amp_k_cast k;
-    AMPI_TRY(ampi_need("amp_cast", amp && src && dst, "amp, src or dst"));
+    AMPI_TRY(ampi_need3("amp_cast", amp, "amp", src, "src", dst, "dst"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(src);
     AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
@@ -17763,7 +17825,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     char key[AMPI_STATE_KEY];
     amp_state *own;
     amp_result r;
-    AMPI_TRY(ampi_need("amp_random_save", amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3("amp_random_save", amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key("amp_random_save", key, prefix, "random", -1));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
@@ -17779,7 +17841,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3("amp_random_load", amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key("amp_random_load", key, prefix, "random", -1));
     if (amp->capture != NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_random_load",
@@ -17977,7 +18039,7 @@ AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t 
     const char *f = "amp_model_create";
     amp_model *m;
     amp_result result;
-    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2(f, amp, "amp", out, "out"));
     *out = NULL;
     if (max_params < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "max_params = %lld, must be 0 or more", (long long)max_params);
@@ -17995,7 +18057,7 @@ AMP_API amp_result amp_model_create(amp_context *amp, amp_model **out, uint64_t 
 static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
                                    double value) {
     const char *f = "amp_model_param";
-    AMPI_TRY(ampi_need(f, name != NULL, "name"));
+    AMPI_TRY(ampi_need(f, name, "name"));
     if (name[0] == 0 || strlen(name) >= AMPI_MODEL_NAME)
         return ampi_fail(AMP_ERR_NAME, f, "name \"%.100s\" has %zu bytes, must have 1 to %d", name, strlen(name),
                          AMPI_MODEL_NAME - 1);
@@ -18059,7 +18121,7 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
 
 AMP_API amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols, amp_init init,
                                    double value) {
-    if (model == NULL) { (void)ampi_need("amp_model_param", 0, "model"); return NULL; }
+    if (model == NULL) { (void)ampi_need("amp_model_param", NULL, "model"); return NULL; }
     if (model->failed != AMP_OK) return NULL;
     model->failed = ampi_model_add(model, name, rows, cols, init, value);
     if (model->failed == AMP_OK) return &model->params[model->n - 1];
@@ -18078,7 +18140,7 @@ static amp_result ampi_fail_again(const char *function, amp_result result, const
 
 AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, int64_t *n) {
     const char *f = "amp_model_params";
-    AMPI_TRY(ampi_need(f, model && params && n, "model, params or n"));
+    AMPI_TRY(ampi_need3(f, model, "model", params, "params", n, "n"));
     AMPI_TRY(ampi_alive(&model->object, f));
     if (model->failed != AMP_OK) return ampi_fail_again(f, model->failed, model->text);
     *params = model->params;
@@ -18130,7 +18192,7 @@ AMP_API amp_result amp_model_freeze(amp_model *model, const char *pattern, int32
     ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
-    AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
+    AMPI_TRY(ampi_need("amp_model_freeze", pattern, "pattern"));
     if (frozen != 0 && frozen != 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_model_freeze", "frozen = %d, must be 0 or 1", frozen);
     if (!frozen) AMPI_TRY(ampi_model_thaw(model, pattern));
@@ -18251,7 +18313,7 @@ AMP_API amp_result amp_model_save(const amp_model *model, amp_state *state, cons
     const void *rest;
     void *values;
     amp_result r;
-    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need2(f, state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_need_object(f, model, "model"));
     amp = model->object.amp;
     AMPI_TRY(ampi_key(f, key, prefix, "model_names", -1));
@@ -18309,7 +18371,7 @@ AMP_API amp_result amp_model_load(amp_model *model, const amp_state *state, cons
     amp_context *amp;
     void *values = NULL;
     amp_result r;
-    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need2(f, state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_need_object(f, model, "model"));
     amp = model->object.amp;
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
@@ -18336,7 +18398,7 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
     amp_tensor t, like;
     amp_result result;
     size_t bytes;
-    AMPI_TRY(ampi_need(f, amp && out && shape, "amp, out or shape"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", out, "out", shape, "shape"));
     if (ndim < 1 || ndim > AMP_MAX_DIMS)
         return ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
     memset(&t, 0, sizeof t);
@@ -18567,7 +18629,7 @@ static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const
 static amp_result ampi_shape_linear(const amp_tape *t, ampi_node *n) {
     const amp_tensor *x = &t->nodes[n->key.in[0]].y;
     const amp_param *w = n->key.params[0];
-    AMPI_TRY(ampi_need(t->function, w != NULL, "weight"));
+    AMPI_TRY(ampi_need(t->function, w, "weight"));
     AMPI_TRY(ampi_linear_check_act(t->function, "act", (amp_activation_kind)n->key.act));
     if (w->weight.ndim != 2 || w->weight.shape[1] != x->shape[x->ndim - 1])
         return ampi_shape_misfit(n, t->function, "x", x, "the weight", &w->weight);
@@ -18645,7 +18707,7 @@ static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
 static amp_result ampi_shape_embedding(const amp_tape *t, ampi_node *n) {
     const amp_param *table = n->key.params[0], *positions = n->key.params[1];
     int32_t d = n->key.ndim;
-    AMPI_TRY(ampi_need(t->function, table != NULL, "table"));
+    AMPI_TRY(ampi_need(t->function, table, "table"));
     memset(&n->y, 0, sizeof n->y);
     n->y.dtype = n->key.plan.result;
     n->y.ndim = d + 1;
@@ -18940,7 +19002,7 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
 
 /* Whether a call may be recorded; 0: it failed, now or before. */
 static int ampi_tape_ready(amp_tape *t, const char *f) {
-    if (t == NULL) { (void)ampi_need(f, 0, "tape"); return 0; }
+    if (t == NULL) { (void)ampi_need(f, NULL, "tape"); return 0; }
     if (ampi_tape_may_record(t, f) != AMP_OK || t->failed != AMP_OK) return 0;
     t->function = f;
     return 1;
@@ -20357,7 +20419,7 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
 static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_value value, int32_t *out) {
     amp_result result;
     int32_t loss = AMPI_NONE;
-    AMPI_TRY(ampi_need(f, t != NULL, "tape"));
+    AMPI_TRY(ampi_need(f, t, "tape"));
     AMPI_TRY(ampi_tape_may_record(t, f));
     AMPI_TRY(ampi_region_is_own(f, t->depth - 1, AMPI_STACK));
     result = ampi_tape_close(t, f);
@@ -20418,7 +20480,7 @@ AMP_API amp_result amp_tape_finish(amp_tape *tape) {
 AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes) {
     const char *f = "amp_tape_plan";
     int32_t node;
-    AMPI_TRY(ampi_need(f, bytes != NULL, "bytes"));
+    AMPI_TRY(ampi_need(f, bytes, "bytes"));
     AMPI_TRY(ampi_tape_end(tape, f, loss != 0, loss, &node));
     AMPI_TRY(ampi_tape_compile(tape, node));
     *bytes = tape->needed;
@@ -20518,7 +20580,9 @@ static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **
                                  p->name ? p->name : "?", m ? "a second amp_model" : "no amp_model");
             model = m;
         }
-    AMPI_TRY(ampi_need(f, model != NULL, "a parameter in what .record records"));
+    if (model == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".record records no parameter: it must use one of an amp_model, unless the "
+                         "desc names the parameters");
     *params = model->params;
     *n = model->n;
     return AMP_OK;
@@ -20554,7 +20618,7 @@ static void ampi_tape_stop(ampi_object *object) {
 
 AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_tape_desc *desc) {
     amp_tape *t;
-    AMPI_TRY(ampi_need("amp_tape_create", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_tape_create", amp, "amp", out, "out"));
     *out = NULL;
     if (desc != NULL && desc->memory_budget < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_tape_create", ".memory_budget = %lld, must be 0 or more",
@@ -20630,7 +20694,7 @@ static amp_value ampi_tape_refuse(amp_tape *t, const char *f, amp_result result)
 
 static amp_value ampi_tape_enter(amp_tape *tape, const char *f, const amp_tensor *tensor, int variable) {
     ampi_call_key key = ampi_tape_key(AMPI_INPUT);
-    amp_result result = ampi_need(f, tensor != NULL, "tensor");
+    amp_result result = ampi_need(f, tensor, "tensor");
     ampi_node *n;
     int i;
     if (result == AMP_OK) result = ampi_check_tensor(f, "tensor", tensor);
@@ -20708,7 +20772,7 @@ static amp_result ampi_tape_look(const amp_tape *t, const char *f, amp_value val
 
 AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_tensor *out) {
     const ampi_node *n, *root;
-    AMPI_TRY(ampi_need("amp_tape_tensor", tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2("amp_tape_tensor", tape, "tape", out, "out"));
     AMPI_TRY(ampi_tape_look(tape, "amp_tape_tensor", value, &n));
     *out = n->y;
     root = &tape->nodes[n->root];
@@ -20725,7 +20789,7 @@ AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_te
 
 AMP_API amp_result amp_tape_gradient(const amp_tape *tape, amp_value value, amp_tensor *out) {
     const ampi_node *n;
-    AMPI_TRY(ampi_need("amp_tape_gradient", tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2("amp_tape_gradient", tape, "tape", out, "out"));
     AMPI_TRY(ampi_tape_look(tape, "amp_tape_gradient", value, &n));
     if (!n->key.variable || !tape->ran || tape->state == AMPI_TAPE_HALF || n->grad < 0)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_gradient",
@@ -20742,7 +20806,7 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
     void *low = NULL;
     int64_t bytes;
     amp_result result;
-    AMPI_TRY(ampi_need(f, tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2(f, tape, "tape", out, "out"));
     AMPI_TRY(ampi_as(f, amp_tape_tensor(tape, value, &there)));
     amp = tape->object.amp;
     if (there.data == NULL)
@@ -20830,7 +20894,7 @@ AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_
     const char *f = "amp_tape_node";
     const ampi_node *n;
     int k;
-    AMPI_TRY(ampi_need(f, out != NULL, "out"));
+    AMPI_TRY(ampi_need(f, out, "out"));
     AMPI_TRY(ampi_need_object(f, tape, "tape"));
     if (i < 0 || i >= tape->n)
         return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, the step has %lld operators", (long long)i, (long long)tape->n);
@@ -20956,7 +21020,7 @@ AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, cons
 AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions) {
     const char *f = "amp_tape_embedding";
     ampi_call_key key = ampi_tape_key(AMPI_EMBEDDING);
-    amp_result result = ampi_need(f, ids != NULL && ids->data != NULL, "ids");
+    amp_result result = ampi_need2(f, ids, "ids", ids ? ids->data : NULL, ".data of ids");
     ampi_node *n;
     int i;
     if (result == AMP_OK && ids->dtype != AMP_I32)
@@ -21012,7 +21076,7 @@ AMP_API amp_value amp_tape_split(amp_tape *tape, amp_value x, int32_t dim, int64
 AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *shape, int32_t ndim) {
     const char *f = "amp_tape_reshape";
     ampi_call_key key = ampi_tape_key(AMPI_RESHAPE);
-    amp_result result = ampi_need(f, shape != NULL, "shape");
+    amp_result result = ampi_need(f, shape, "shape");
     int i;
     if (result == AMP_OK && (ndim < 1 || ndim > AMP_MAX_DIMS))
         result = ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
@@ -21075,7 +21139,7 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
     key.alpha = 1;
     if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     key.params[0] = weight; key.params[1] = bias;
-    if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
+    if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, NULL, "weight"));
     if (options != NULL && (options->grad_scale || options->loss || options->x.data || options->dx.data))
         return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
     n = ampi_tape_call(tape, key, &x, 1);
@@ -21092,7 +21156,9 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
 }
 
 static amp_result ampi_custom_check(const char *f, const amp_value *inputs, int32_t n, const amp_custom_op *op) {
-    AMPI_TRY(ampi_need(f, inputs && op && op->forward, "inputs, op or op->forward"));
+    AMPI_TRY(ampi_need2(f, inputs, "inputs", op, "op"));
+    if (op->forward == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".forward of op is NULL: set it to the function that computes y");
     if (n < 1 || n > AMP_CUSTOM_INPUTS)
         return ampi_fail(AMP_ERR_RANGE, f, "n = %d inputs, must be 1 to %d", n, AMP_CUSTOM_INPUTS);
     if (op->ndim < 0 || op->ndim > AMP_MAX_DIMS)
@@ -21697,7 +21763,8 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
     *with_grad = 0;
     for (i = 0; i < n; i++) {
         if (params[i].name == NULL)
-            return ampi_fail(AMP_ERR_NULL, function, "parameter %lld has no name", (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, ".name of params[%lld] is NULL: set it to a name of its own",
+                             (long long)i);
         if (params[i].grad.data == NULL) continue;
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
@@ -21842,7 +21909,9 @@ static amp_result ampi_check_ranges(const char *function, const amp_range *range
             return ampi_fail(AMP_ERR_RANGE, function, "%s %lld: count = %lld, must be 0 or more", name,
                              (long long)i, (long long)range->count);
         if (range->data == NULL && range->count > 0)
-            return ampi_fail(AMP_ERR_NULL, function, "%s %lld: data is NULL", name, (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function,
+                             "%s %lld: .data is NULL with .count = %lld: set .data, or .count to 0", name, (long long)i,
+                             (long long)range->count);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
@@ -21875,14 +21944,15 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     int64_t n;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_grad_set_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_grad_set_create", amp, "amp", out, "out", desc, "desc"));
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
     if (desc->params == NULL && desc->ranges == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL, set one");
+        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL: set one of them");
     if (desc->params != NULL && desc->ranges != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both set, set only one");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
+                         ".params and .ranges are both set: set only one of them");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only if .sharded is 1)",
                          desc->params ? ".n_params" : ".n_ranges");
@@ -21938,7 +22008,7 @@ static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tens
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
     int64_t element = -1;
     amp_k_grad_stats f;
-    AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
+    AMPI_TRY(ampi_need2("amp_grad_set_stats", set, "set", out, "out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fetch(set->amp, &f, set->found, sizeof f)));
     if (f.apart_row > 0)
@@ -22286,7 +22356,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     amp_scaler *scaler;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_scaler_create", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_scaler_create", amp, "amp", out, "out"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
@@ -22312,7 +22382,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
 }
 
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out) {
-    AMPI_TRY(ampi_need("amp_scaler_query", scaler && out, "scaler or out"));
+    AMPI_TRY(ampi_need2("amp_scaler_query", scaler, "scaler", out, "out"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_query"));
     *out = scaler->desc;
     return AMP_OK;
@@ -22355,7 +22425,7 @@ static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *stat
 
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     amp_scaler_desc none;
-    AMPI_TRY(ampi_need("amp_scaler_get", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_scaler_get", out, "out"));
     if (scaler == NULL) {
         memset(&none, 0, sizeof none);
         none.disable = 1;
@@ -22482,7 +22552,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     amp_scaler *enabled = ampi_enabled(scaler);
     int64_t filled = 0, forgotten;
     if (scaler == NULL) return AMP_OK;
-    AMPI_TRY(ampi_need("amp_scaler_check", set != NULL, "set"));
+    AMPI_TRY(ampi_need("amp_scaler_check", set, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_check"));
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
@@ -22589,11 +22659,11 @@ static amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *range
 }
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
     const char *f = "amp_scaler_unscale";
-    AMPI_TRY(ampi_need(f, apply != NULL, "apply"));
+    AMPI_TRY(ampi_need(f, apply, "apply"));
     *apply = scaler == NULL;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, f));
-    AMPI_TRY(ampi_need(f, ranges != NULL, "ranges"));
+    AMPI_TRY(ampi_need(f, ranges, "ranges"));
     if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld ranges, must be 1 or more", (long long)n);
     return ampi_as(f, ampi_scaler_unscale(scaler, ranges, n, apply));
 }
@@ -22602,7 +22672,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     amp_k_rule rule;
     int64_t i;
     if (scaler == NULL) return AMP_OK;
-    AMPI_TRY(ampi_need("amp_scaler_rescale", set != NULL, "set"));
+    AMPI_TRY(ampi_need("amp_scaler_rescale", set, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
@@ -22751,7 +22821,7 @@ static amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *be
 
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
-    AMPI_TRY(ampi_need("amp_scaler_save", scaler && state, "scaler or state"));
+    AMPI_TRY(ampi_need2("amp_scaler_save", scaler, "scaler", state, "state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
     AMPI_TRY(ampi_as("amp_scaler_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
@@ -22780,7 +22850,7 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
     ampi_saved_scaler s;
     int32_t disabled = 0;
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_need("amp_scaler_load", scaler && state, "scaler or state"));
+    AMPI_TRY(ampi_need2("amp_scaler_load", scaler, "scaler", state, "state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
@@ -23029,11 +23099,14 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
                          d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
         return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
-    if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
-        return ampi_fail(AMP_ERR_NULL, function, ".params or .groups is NULL");
+    AMPI_TRY(ampi_need(function, d->params, ".params"));
+    if (d->n_groups > 0 && d->groups == NULL)
+        return ampi_fail(AMP_ERR_NULL, function, ".groups is NULL with .n_groups = %lld: set both or neither",
+                         (long long)d->n_groups);
     for (i = 0; i < d->n_groups; i++) {
         if (d->groups[i].match == NULL)
-            return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, ".match of .groups[%lld] is NULL: set it to a pattern of names",
+                             (long long)i);
         own = d->groups[i];
         AMPI_TRY(ampi_fields(function, ampi_group_fields, sizeof ampi_group_fields, &own));
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
@@ -23500,7 +23573,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     amp_result r;
     int64_t rows;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_optimizer_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_optimizer_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_optimizer_create", d.reserved));
     AMPI_TRY(ampi_fields("amp_optimizer_create", ampi_optimizer_fields, sizeof ampi_optimizer_fields, &d));
@@ -23529,7 +23602,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
-    AMPI_TRY(ampi_need("amp_optimizer_query", optimizer && out, "optimizer or out"));
+    AMPI_TRY(ampi_need2("amp_optimizer_query", optimizer, "optimizer", out, "out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_query"));
     *out = optimizer->desc;
     return AMP_OK;
@@ -23625,8 +23698,7 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     int64_t i, row, n;
     amp_result r;
     void *scratch;
-    if (o == NULL || param == NULL || values == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, "%s is NULL", o == NULL ? "optimizer" : param == NULL ? "param" : "values");
+    AMPI_TRY(ampi_need3(f, o, "optimizer", param, "param", values, "values"));
     AMPI_TRY(ampi_alive(&o->object, f));
     for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
     if (i == o->desc.n_params)
@@ -23676,7 +23748,7 @@ AMP_API amp_result amp_optimizer_bytes(const amp_optimizer *optimizer, amp_param
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
     int a;
-    AMPI_TRY(ampi_need("amp_optimizer_bytes", optimizer && out, "optimizer or out"));
+    AMPI_TRY(ampi_need2("amp_optimizer_bytes", optimizer, "optimizer", out, "out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
         const amp_k_tensor *row = &optimizer->set->rows[i], *whole = ampi_whole_row(optimizer->set, i);
@@ -24019,7 +24091,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const amp_backend *backend;
     amp_graph *graph;
     amp_result result;
-    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
     backend = ampi_backend(amp, &dev, &stream);
     if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
     if (backend->graph_begin == NULL)
@@ -24135,7 +24207,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     amp_graph *graph;
     amp_result result;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2(f, amp, "amp", out, "out"));
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
@@ -24175,7 +24247,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     const amp_backend *backend;
     amp_result result = AMP_OK;
     int64_t i, n;
-    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    AMPI_TRY(ampi_need("amp_graph_launch", graph, "graph"));
     AMPI_TRY(ampi_alive(&graph->object, "amp_graph_launch"));
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
@@ -24644,7 +24716,7 @@ static amp_result ampi_save_optimizer(const amp_optimizer *o, amp_state *state, 
 
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
-    AMPI_TRY(ampi_need("amp_optimizer_save", optimizer && state, "optimizer or state"));
+    AMPI_TRY(ampi_need2("amp_optimizer_save", optimizer, "optimizer", state, "state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(ampi_as("amp_optimizer_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
@@ -25088,7 +25160,7 @@ static amp_result ampi_load_optimizer(amp_optimizer *o, const amp_state *state, 
     const amp_system *s;
     ampi_loading l;
     amp_result r;
-    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
+    AMPI_TRY(ampi_need2("amp_optimizer_load", o, "optimizer", state, "state"));
     AMPI_TRY(ampi_alive(&o->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
     memset(&l, 0, sizeof l);
@@ -25196,7 +25268,7 @@ static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
 AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr) {
     amp_schedule s;
     ampi_fp host;
-    AMPI_TRY(ampi_need("amp_schedule_lr", schedule && lr, "schedule or lr"));
+    AMPI_TRY(ampi_need2("amp_schedule_lr", schedule, "schedule", lr, "lr"));
     s = *schedule;
     AMPI_TRY(ampi_schedule_check(&s));
     if (step < 0)
@@ -25497,7 +25569,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
     void *memory;
     amp_ranks *r;
     int32_t i;
-    AMPI_TRY(ampi_need(f, out && desc, "out or desc"));
+    AMPI_TRY(ampi_need2(f, out, "out", desc, "desc"));
     *out = NULL;
     if (desc->world < 1 || desc->world > AMPI_RANKS_MOST)
         return ampi_fail(AMP_ERR_RANGE, f, ".world = %d, must be 1 to %d", (int)desc->world, AMPI_RANKS_MOST);
@@ -25527,7 +25599,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
 }
 
 AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out) {
-    AMPI_TRY(ampi_need("amp_ranks_reducer", ranks && out, "ranks or out"));
+    AMPI_TRY(ampi_need2("amp_ranks_reducer", ranks, "ranks", out, "out"));
     if (rank < 0 || rank >= ranks->world)
         return ampi_fail(AMP_ERR_RANGE, "amp_ranks_reducer", "rank = %d, must be 0 to %d", (int)rank,
                          (int)ranks->world - 1);
@@ -26804,7 +26876,8 @@ AMP_API amp_result amp_params_broadcast(amp_context *amp, amp_param *params, int
     const char *f = "amp_params_broadcast";
     ampi_gradient_watch *w;
     int64_t i;
-    AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
+    if (n != 0) AMPI_TRY(ampi_need(f, params, "params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_may_exchange(amp, f));
@@ -27151,7 +27224,7 @@ static amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, cons
 }
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
     const char *f = "amp_state_save_ranks";
-    AMPI_TRY(ampi_need(f, amp && state && path, "amp, state or path"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", path, "path"));
     AMPI_TRY(ampi_may_exchange(amp, f));
     return ampi_as(f, ampi_save_ranks(amp, state, path));
 }
@@ -27275,7 +27348,7 @@ static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const
 AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, out && path, "out or path"));
+    AMPI_TRY(ampi_need2(f, out, "out", path, "path"));
     return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
 
@@ -28013,7 +28086,8 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     amp_memory_kind kind = AMP_MEMORY_HOST;
     amp_tensor row;
     char text[96];
-    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data", i);
+    if (t->data == NULL)
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data: set its .data", i);
     if (!ampi_has_memory(t->dtype))
         return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".tensors[%d].dtype = %s, which no array can have", i,
                          amp_dtype_name(t->dtype));
@@ -28060,7 +28134,9 @@ static amp_result ampi_loader_tensors(amp_loader *l) {
 static amp_result ampi_loader_count_callback(amp_loader *l) {
     const amp_source *s = &l->source;
     int32_t i;
-    AMPI_TRY(ampi_need(ampi_loader_create_name, s->read != NULL, ".source->read"));
+    if (s->read == NULL)
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name,
+                         ".read of .source is NULL: set it to the function that reads a sample");
     if (s->samples < 1 || s->n_fields < 1 || s->n_fields > AMP_MAX_FIELDS)
         return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
                          ".source->samples = %lld and .n_fields = %d, must be 1 or more and 1 to %d",
@@ -28970,18 +29046,21 @@ static amp_result ampi_loader_check_desc(amp_loader_desc *d) {
     int32_t i;
     if (sources != 1)
         return ampi_fail(sources == 0 ? AMP_ERR_NULL : AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         "%d of .path, .arrays, .tensors and .source are given, must be one", sources);
+                         "set exactly one of .path, .arrays, .tensors and .source; %d are set", sources);
     if (d->path == NULL && (d->format != AMP_TOKENS_DEFAULT || d->seq != 0 || d->vocab != 0))
         return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         ".format, .seq and .vocab are for token files, and .path is NULL");
+                         ".%s is set, which is for token files only, and .path is NULL: set it to 0",
+                         d->format != AMP_TOKENS_DEFAULT ? "format" : d->seq != 0 ? "seq" : "vocab");
     AMPI_TRY(ampi_check_reserved(ampi_loader_create_name, d->reserved));
     if (missing != NULL)
-        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".n_%s is given, and .%s is NULL", missing, missing);
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".n_%s is given, and .%s is NULL: set both or neither",
+                         missing, missing);
     if (d->path != NULL) AMPI_TRY(ampi_loader_range("seq", d->seq, 1, INT64_MAX / 16));
     if (d->arrays != NULL) AMPI_TRY(ampi_loader_range("n_arrays", d->n_arrays, 1, AMP_MAX_FIELDS));
     if (d->tensors != NULL) AMPI_TRY(ampi_loader_range("n_tensors", d->n_tensors, 1, AMP_MAX_FIELDS));
     for (i = 0; i < d->n_arrays && d->arrays != NULL; i++)
-        if (d->arrays[i] == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d]", i);
+        if (d->arrays[i] == NULL)
+            return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d] is NULL: set it to a file's name", i);
     AMPI_TRY(ampi_loader_range("batch", d->batch, 1, INT64_MAX));
     AMPI_TRY(ampi_fields(ampi_loader_create_name, ampi_loader_fields, sizeof ampi_loader_fields, d));
     return ampi_loader_range("rank", d->rank, 0, AMPI_MAX(d->world, 1) - 1);
@@ -29030,10 +29109,9 @@ AMP_API amp_result amp_loader_create(amp_context *amp, amp_loader **out, const a
     amp_loader *l;
     void *memory;
     amp_result result;
-    AMPI_TRY(ampi_need(ampi_loader_create_name, out != NULL, "out"));
+    AMPI_TRY(ampi_need(ampi_loader_create_name, out, "out"));
     *out = NULL;
-    if (amp == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
+    AMPI_TRY(ampi_need2(ampi_loader_create_name, amp, "amp", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_loader_check_desc(&d));
     AMPI_TRY(ampi_object_create(amp, ampi_loader_create_name, &memory, sizeof *l, "loader", ampi_loader_object_stop));
@@ -29173,8 +29251,7 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
 
 AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     amp_batch batch;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_next", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_next"));
     AMPI_TRY(ampi_loader_enter(l, "amp_loader_next", AMPI_STACK));
     AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
@@ -29223,8 +29300,7 @@ AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) 
 AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out) {
     amp_loader *changing = (amp_loader *)(uintptr_t)l;
     int64_t number;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_info_get", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_info_get", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_info_get"));
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere("amp_loader_info_get");
     memset(out, 0, sizeof *out);
@@ -29248,8 +29324,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
 }
 
 AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_query", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_query", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_query"));
     *out = l->desc;
     return AMP_OK;
@@ -29269,11 +29344,7 @@ static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITI
 
 static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix,
                                   char key[AMPI_STATE_KEY]) {
-    if (loader == NULL || state == NULL || prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL",
-                         loader == NULL  ? "loader"
-                         : state == NULL ? "state"
-                                         : "prefix");
+    AMPI_TRY(ampi_need3(function, loader, "loader", state, "state", prefix, "prefix"));
     return ampi_key(function, key, prefix, "loader", -1);
 }
 
@@ -29650,8 +29721,7 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
     ampi_origin from;
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_set";
-    if (settings == NULL || key == NULL || value == NULL)
-        return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    AMPI_TRY(ampi_need3(from.function, settings, "settings", key, "key", value, "value"));
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     k = ampi_setting_find(key, strlen(key));
     return k == NULL ? ampi_setting_unknown(&from, key, strlen(key))
@@ -29717,7 +29787,8 @@ static amp_result ampi_settings_read(amp_settings *settings, const char *functio
 
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes) {
     const char *f = "amp_settings_read_text";
-    if (settings == NULL || (text == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, f, "settings or text is NULL");
+    AMPI_TRY(ampi_need(f, settings, "settings"));
+    if (bytes > 0) AMPI_TRY(ampi_need(f, text, "text"));
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     return ampi_settings_read(settings, f, name ? name : "settings", text ? text : "", bytes);
 }
@@ -29727,7 +29798,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     amp_result result;
     void *text;
     size_t bytes;
-    AMPI_TRY(ampi_need(f, settings && path, "settings or path"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", path, "path"));
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_as(f, amp_file_read_all(system, path, &text, &bytes)));
     result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
@@ -29746,7 +29817,7 @@ AMP_API amp_result amp_settings_read_env(amp_settings *settings) {
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_read_env";
     from.environment = 1;
-    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings is NULL");
+    AMPI_TRY(ampi_need(from.function, settings, "settings"));
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     next = *settings;
     for (i = 0; environ != NULL && environ[i] != NULL; i++) {
@@ -29873,7 +29944,7 @@ static amp_result ampi_settings_check(const char *f, const amp_settings *setting
 
 AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     const char *f = "amp_settings_check";
-    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
+    AMPI_TRY(ampi_need(f, settings, "settings"));
     return ampi_settings_check(f, settings);
 }
 
@@ -29926,7 +29997,7 @@ AMP_API amp_result amp_settings_fill(const amp_settings *settings, const amp_con
                                      amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
-    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
+    AMPI_TRY(ampi_need(f, settings, "settings"));
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
@@ -30003,13 +30074,13 @@ static amp_result ampi_open_env(amp_context **out, amp_scaler **scaler_out) {
     return AMP_OK;
 }
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
-    AMPI_TRY(ampi_need("amp_open_env", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_open_env", amp, "amp"));
     return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
     const char *f = "amp_settings_fill_loader";
-    AMPI_TRY(ampi_need(f, settings && loader, "settings or loader"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", loader, "loader"));
     AMPI_TRY(ampi_settings_check(f, settings));
     ampi_settings_copy(settings, ampi_loader_fields, sizeof ampi_loader_fields, loader);
     loader->disable_pinned = settings->disable_pinned != 0;
@@ -30103,7 +30174,7 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     const char *f = "amp_settings_apply";
     amp_settings s;
     ampi_settings_change to;
-    AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", amp, "amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
 #if defined(AMP_NO_WATCH)
     if (monitor != NULL) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "AMP_NO_WATCH left monitors out: pass NULL");
@@ -30231,7 +30302,7 @@ static amp_result ampi_status_get(const amp_context *amp, const amp_scaler *scal
     const amp_backend *backend;
     const amp_desc *d;
     amp_status s;
-    AMPI_TRY(ampi_need("amp_status_get", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_status_get", amp, "amp", out, "out"));
     AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
     AMPI_TRY(ampi_wait(amp));
     memset(&s, 0, sizeof s);
@@ -30683,7 +30754,7 @@ static void ampi_range_end(amp_monitor *m) {
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
     amp_monitor *m = monitor;
-    AMPI_TRY(ampi_need("amp_monitor_phase", m != NULL, "monitor"));
+    AMPI_TRY(ampi_need("amp_monitor_phase", m, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_phase"));
     if ((int)phase < 0 || phase >= AMP_PHASES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
@@ -30909,7 +30980,7 @@ static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
     amp_monitor *m = monitor;
     amp_optimizer *o;
-    AMPI_TRY(ampi_need("amp_monitor_step", m && info, "monitor or info"));
+    AMPI_TRY(ampi_need2("amp_monitor_step", m, "monitor", info, "info"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_step"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
@@ -30957,7 +31028,7 @@ AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
     amp_monitor *m = monitor;
     ampi_sheet s;
-    AMPI_TRY(ampi_need("amp_monitor_write", m && json, "monitor or json"));
+    AMPI_TRY(ampi_need2("amp_monitor_write", m, "monitor", json, "json"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_write"));
     if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write",
@@ -31021,7 +31092,7 @@ static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     amp_monitor *m = monitor;
     amp_epoch_record r;
     amp_memory_info memory;
-    AMPI_TRY(ampi_need("amp_monitor_epoch", m != NULL, "monitor"));
+    AMPI_TRY(ampi_need("amp_monitor_epoch", m, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
@@ -31049,7 +31120,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
 
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
-    AMPI_TRY(ampi_need("amp_monitor_summary", monitor && out, "monitor or out"));
+    AMPI_TRY(ampi_need2("amp_monitor_summary", monitor, "monitor", out, "out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_summary"));
     memset(out, 0, sizeof *out);
     ampi_epoch_fill(&out->mixed, &monitor->mixed);
@@ -31096,7 +31167,7 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
     const char *f = "amp_monitor_create";
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
-    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
+    AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler belongs to another context");
     AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
@@ -31141,7 +31212,7 @@ AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const
     amp_monitor *m;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_monitor(amp, &d));
     AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "monitor", ampi_monitor_stop));
@@ -31166,7 +31237,7 @@ AMP_API amp_result amp_monitor_create(amp_context *amp, amp_monitor **out, const
 }
 
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
-    AMPI_TRY(ampi_need("amp_monitor_query", monitor && out, "monitor or out"));
+    AMPI_TRY(ampi_need2("amp_monitor_query", monitor, "monitor", out, "out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_query"));
     *out = monitor->desc;
     return AMP_OK;
@@ -31218,10 +31289,10 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
-    if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
-    if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
+    if (d->n_params > 0) AMPI_TRY(ampi_need(f, d->params, ".params"));
+    if (d->n_ranges > 0) AMPI_TRY(ampi_need(f, d->ranges, ".ranges"));
     if (d->n_params + d->n_ranges == 0)
-        return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are missing: give one of them");
+        return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are both empty: set one of them");
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2",
                          amp_dtype_name(d->dtype));
@@ -31283,7 +31354,7 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     amp_result r;
     int64_t gradients;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_tensor_stats_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_tensor_stats_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT)
         d.dtype = ampi_stored(ampi_settings(amp)->autocast_dtype) == AMP_BF16 ? AMP_BF16 : AMP_F16;
@@ -31500,7 +31571,7 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     ampi_fp host;
     float scale;
     int64_t i;
-    AMPI_TRY(ampi_need("amp_tensor_stats_step", m && out, "stats or out"));
+    AMPI_TRY(ampi_need2("amp_tensor_stats_step", m, "stats", out, "out"));
     AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
     if (stats->desc.scaler != NULL) AMPI_TRY(ampi_alive(&stats->desc.scaler->object, "amp_tensor_stats_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
@@ -32337,17 +32408,17 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     char list[80];
     const char *f = "amp_verify";
     int64_t i, ignored;
-    AMPI_TRY(ampi_need(f, d->step != NULL, ".step or .record"));
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step and .record are NULL: set one of them");
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(
             AMP_ERR_RANGE, f,
             ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
             (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
-    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) ||
-        (d->dtypes == NULL && d->n_dtypes > 0))
-        return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
+    if (d->n_params > 0) AMPI_TRY(ampi_need(f, d->params, ".params"));
+    if (d->n_outputs > 0) AMPI_TRY(ampi_need(f, d->outputs, ".outputs"));
+    if (d->n_dtypes > 0) AMPI_TRY(ampi_need(f, d->dtypes, ".dtypes"));
     if (d->n_params + d->n_outputs == 0)
-        return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+        return ampi_fail(AMP_ERR_NULL, f, "there is nothing to compare: set .params or .outputs");
     AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0),
                              "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
@@ -32408,7 +32479,7 @@ static amp_result ampi_verify_memory(ampi_verifier *v) {
     }
     if (v->bytes == 0)
         return ampi_fail(AMP_ERR_NULL, "amp_verify",
-                         "nothing to compare: no parameter has a gradient, and there are no outputs");
+                         "there is nothing to compare, for no parameter has a gradient: set .grad of one, or .outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
@@ -32447,7 +32518,7 @@ static amp_result ampi_verify_whole(amp_context *amp, const amp_verify_desc *des
     amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     ampi_verifier v;
     amp_result r, restored = AMP_OK;
-    AMPI_TRY(ampi_need("amp_verify", amp && desc && out, "amp, desc or out"));
+    AMPI_TRY(ampi_need3("amp_verify", amp, "amp", desc, "desc", out, "out"));
     AMPI_TRY(ampi_verify_check(amp, desc));
     d = *desc;
     ampi_verify_dtypes(amp, &d, dtypes);
@@ -32522,7 +32593,8 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
     const amp_backend *backend;
     void *dev, *stream;
     int64_t i;
-    if (amp == NULL || (ranges == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, f, "amp or ranges is NULL");
+    AMPI_TRY(ampi_need(f, amp, "amp"));
+    if (n > 0) AMPI_TRY(ampi_need(f, ranges, "ranges"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
     backend = ampi_backend(amp, &dev, &stream);
     for (i = 0; i < n; i++) {
@@ -32875,7 +32947,7 @@ static amp_result ampi_gradcheck_input(ampi_gradchecker *c, int64_t input, amp_g
 static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range *grads, int64_t n, int inputs) {
     const char *f = "amp_gradcheck", *what = inputs ? "input" : "output";
     int64_t i;
-    if (values == NULL || grads == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%ss or .%s_grads is NULL", what, what);
+    AMPI_TRY(ampi_need2(f, values, inputs ? ".inputs" : ".outputs", grads, inputs ? ".input_grads" : ".output_grads"));
     if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_%ss = %lld, must be 1 or more", what, (long long)n);
     AMPI_TRY(ampi_check_ranges(f, values, n));
     AMPI_TRY(ampi_check_ranges(f, grads, n));
@@ -32896,7 +32968,11 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
 static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
     const char *f = "amp_gradcheck";
     amp_choice choice;
-    AMPI_TRY(ampi_need(f, d->forward && d->backward, ".record, .forward or .backward"));
+    if (d->forward == NULL || d->backward == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, "%s NULL: set .forward and .backward, or .record alone",
+                         d->forward == d->backward ? ".forward and .backward are"
+                         : d->forward == NULL      ? ".forward is"
+                                                   : ".backward is");
     if (d->directions < 0 || d->directions > 1000000)
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
     AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
@@ -32962,7 +33038,7 @@ static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_des
     amp_dtype dtype;
     amp_result r, restored;
     int64_t i;
-    AMPI_TRY(ampi_need("amp_gradcheck", amp && desc && out, "amp, desc or out"));
+    AMPI_TRY(ampi_need3("amp_gradcheck", amp, "amp", desc, "desc", out, "out"));
     AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
     AMPI_TRY(ampi_fp8_keep(amp, "amp_gradcheck", &fp8));
     memset(&c, 0, sizeof c);
@@ -33392,16 +33468,14 @@ AMP_API amp_result amp_advise(amp_context *amp, const amp_advise_desc *desc, amp
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
-    if (amp == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    AMPI_TRY(ampi_need2("amp_advise", amp, "amp", out, "out"));
     if (desc == NULL) desc = &none;
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none",
                          (long long)desc->batch);
-    if (desc->n_losses < 0 || (desc->n_losses > 0 && desc->losses == NULL))
-        return ampi_fail(desc->n_losses < 0 ? AMP_ERR_RANGE : AMP_ERR_NULL, "amp_advise",
-                         ".n_losses = %lld, must be 0 or more, and .losses%s NULL", (long long)desc->n_losses,
-                         desc->losses ? " is not" : " is");
+    if (desc->n_losses < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".n_losses = %lld, must be 0 or more", (long long)desc->n_losses);
+    if (desc->n_losses > 0) AMPI_TRY(ampi_need("amp_advise", desc->losses, ".losses"));
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
                          (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
@@ -33440,8 +33514,7 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
                                     amp_optimizer *optimizer) {
     const amp_scaler_desc *rule;
     amp_settings s;
-    if (advice == NULL || amp == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_advice_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    AMPI_TRY(ampi_need2("amp_advice_apply", advice, "advice", amp, "amp"));
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.autocast_dtype = advice->settings.autocast_dtype;
@@ -33509,8 +33582,7 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_COMPUTE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes,
                          AMPI_COMPUTE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0) AMPI_TRY(ampi_need("amp_tune", d->dtypes, ".dtypes"));
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (!ampi_is_compute(t))
@@ -33532,7 +33604,8 @@ static const ampi_field ampi_tune_fields[] = {
 };
 
 static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
-    AMPI_TRY(ampi_need("amp_tune", d->step != NULL || d->record != NULL, ".step or .record"));
+    if (d->step == NULL && d->record == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step and .record are NULL: set one of them");
     if (d->step != NULL && d->record != NULL)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and a step are both given");
     AMPI_TRY(ampi_check_tune_dtypes(d));
@@ -33900,8 +33973,7 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     char why[200];
     ampi_tune t;
     int code = 0, known;
-    if (amp == NULL || desc == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_need3("amp_tune", amp, "amp", desc, "desc", out, "out"));
     memset(&t, 0, sizeof t);
     t.amp = amp;
     t.desc = *desc;
@@ -34533,7 +34605,7 @@ AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out) {
 AMP_API amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out) {
     const ampi_adapt_layer *l;
     amp_dtype now;
-    AMPI_TRY(ampi_need("amp_adapt_layer", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_adapt_layer", out, "out"));
     AMPI_TRY(ampi_need_object("amp_adapt_layer", adapt, "adapt"));
     if (i < 0 || i >= adapt->n)
         return ampi_fail(AMP_ERR_RANGE, "amp_adapt_layer", "i = %lld, must be 0 to %lld", (long long)i,
@@ -34605,7 +34677,7 @@ static amp_result ampi_adapt_ladder(const amp_context *amp, amp_adapt *m) {
 
 static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_desc *d) {
     static const char f[] = "amp_adapt_create";
-    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
+    AMPI_TRY(ampi_need(f, d->params, ".params"));
     if (d->n_params < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
@@ -34715,7 +34787,7 @@ static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp
     amp_adapt *m = NULL;
     amp_result result;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_adapt_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_adapt_create", amp, "amp", out, "out", desc, "desc"));
     AMPI_TRY(ampi_may_wait(amp));
     result = ampi_ranks_result(amp, ampi_adapt_make(amp, &m, desc));
     if (result == AMP_OK) result = ampi_adapt_compare(m);
@@ -34729,7 +34801,7 @@ AMP_API amp_result amp_adapt_create(amp_context *amp, amp_adapt **out, const amp
     return ampi_as("amp_adapt_create", ampi_adapt_create(amp, out, desc));
 }
 AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) {
-    AMPI_TRY(ampi_need("amp_adapt_query", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_adapt_query", out, "out"));
     AMPI_TRY(ampi_need_object("amp_adapt_query", adapt, "adapt"));
     *out = adapt->desc;
     return AMP_OK;
@@ -34897,7 +34969,7 @@ AMP_API amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *state, cons
     ampi_saved_layers s;
     amp_state *own;
     amp_result result;
-    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_need3(f, adapt, "adapt", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_alive(&adapt->object, f));
     AMPI_TRY(ampi_as(f, amp_state_create(&own, &state->system)));
     memset(&s, 0, sizeof s);
@@ -34994,7 +35066,7 @@ AMP_API amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *state, cons
     char key[AMPI_STATE_KEY];
     ampi_saved_layers s;
     amp_result result;
-    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_need3(f, adapt, "adapt", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "adapt", -1));
     AMPI_TRY(ampi_alive(&adapt->object, f));
     memset(&s, 0, sizeof s);
@@ -35095,17 +35167,18 @@ static const ampi_field ampi_recovery_fields[] = {
 static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc *d) {
     static const char f[] = "amp_recovery_create";
     int64_t i;
-    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
+    AMPI_TRY(ampi_need(f, d->params, ".params"));
     if (d->n_params < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
-    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
+    AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     AMPI_TRY(ampi_fields(f, ampi_recovery_fields, sizeof ampi_recovery_fields, d));
     if ((d->save == NULL) != (d->load == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load must be set together");
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
         if (p->weight.data == NULL)
-            return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+            return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] (%s) has no weight: set its .weight.data",
+                             (long long)i, p->name ? p->name : "unnamed");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight))
             return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
@@ -35149,11 +35222,7 @@ AMP_API amp_result amp_recovery_create(amp_context *amp, amp_recovery **out, con
     amp_recovery *r;
     amp_result result;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL",
-                         amp == NULL   ? "amp"
-                         : out == NULL ? "out"
-                                       : "desc");
+    AMPI_TRY(ampi_need3("amp_recovery_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_recovery(amp, &d));
     AMPI_TRY(ampi_object_create(amp, "amp_recovery_create", (void **)&r, sizeof *r, "recovery", ampi_recovery_stop));
@@ -35415,11 +35484,7 @@ static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_reco
     amp_recovery *r = recovery;
     amp_step_record all;            /* what happened on some rank */
     double most[2];
-    if (r == NULL || record == NULL || event == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL",
-                         r == NULL        ? "recovery"
-                         : record == NULL ? "record"
-                                          : "event");
+    AMPI_TRY(ampi_need3("amp_recovery_step", r, "recovery", record, "record", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
     if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
@@ -35478,8 +35543,7 @@ static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_even
     amp_optimizer *o;
     int64_t freed = 0;
     int again;
-    if (r == NULL || event == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_need2("amp_recovery_memory", r, "recovery", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     if (ampi_world(r->amp) > 1)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and "
@@ -35510,7 +35574,7 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     ampi_recovery_point now;
     amp_result result;
     memset(&now, 0, sizeof now);
-    AMPI_TRY(ampi_need("amp_recovery_batch", r != NULL, "recovery"));
+    AMPI_TRY(ampi_need("amp_recovery_batch", r, "recovery"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
     if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
@@ -35545,7 +35609,7 @@ static const ampi_saved ampi_recovery_saved[] = {AMPI_OF_RECOVERY(halvings, AMPI
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
     const char *f = "amp_recovery_save";
     amp_recovery r;
-    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
     /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
@@ -35559,7 +35623,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     char key[AMPI_STATE_KEY];
     amp_recovery r;
     amp_result result;
-    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "recovery", -1));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;

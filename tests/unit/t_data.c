@@ -1004,9 +1004,9 @@ TEST(bad_tensors) {
     amp_tensor tensors[6];
     amp_loader_desc good = tensor_desc(tensors), d = good;
     d.arrays = paths; d.n_arrays = 1;
-    tensors_refused(&d, AMP_ERR_CONFLICT, "2 of .path, .arrays, .tensors and .source");
+    tensors_refused(&d, AMP_ERR_CONFLICT, "set exactly one of .path, .arrays, .tensors and .source; 2 are set");
     d = good; d.tensors = NULL;
-    tensors_refused(&d, AMP_ERR_NULL, "0 of .path, .arrays, .tensors and .source");
+    tensors_refused(&d, AMP_ERR_NULL, "set exactly one of .path, .arrays, .tensors and .source; 0 are set");
     d = good; d.n_tensors = 0;
     tensors_refused(&d, AMP_ERR_RANGE, ".n_tensors = 0, must be 1 to 8");
     d.n_tensors = 9;
