@@ -5233,11 +5233,11 @@ static const char *ampi_plain(const char *name, char *to, size_t size) {
 
 /* Whether a text says itself what to do: then its result's hint does not follow it. */
 static int ampi_says_what_to_do(const char *format) {
-    static const char *const verbs[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
+    static const char *const imperatives[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
     const char *at;
     int i, says = 0;
-    for (i = 0; i < (int)(sizeof verbs / sizeof *verbs); i++)
-        for (at = strstr(format, verbs[i]); at != NULL; at = strstr(at + 1, verbs[i]))
+    for (i = 0; i < (int)(sizeof imperatives / sizeof *imperatives); i++)
+        for (at = strstr(format, imperatives[i]); at != NULL; at = strstr(at + 1, imperatives[i]))
             says |= at == format || at[-1] == ' ';
     return says;
 }
