@@ -375,7 +375,7 @@ AMP_API const char *amp_last_error(void);
     X(AMP_ERR_NEWER,       407, "written by a newer version", "use a newer amp.h") \
     X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
     X(AMP_ERR_END,         409, "no more data", "stop, or set .epochs of the loader to more") \
-    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise .timeout_ms, or look for what it waits for") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise .timeout_ms, or find what it waits for") \
     X(AMP_ERR_SOURCE,      411, "a callback failed", "find out why your callback failed") \
     X(AMP_ERR_DEVICE,      501, "a device call failed", "look the error up in the device's own documentation") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
@@ -5421,7 +5421,8 @@ static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
 /* *bytes = count * size, unless that overflows. */
 static amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
     if (count < 0 || (size != 0 && (uint64_t)count > (uint64_t)PTRDIFF_MAX / size))
-        return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes", (long long)count, size);
+        return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes are more than any memory holds",
+                         (long long)count, size);
     *bytes = (size_t)count * size;
     return AMP_OK;
 }
@@ -6912,7 +6913,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(src_dtype), &bytes[1]));
     if ((dst != src || bytes[0] != bytes[1]) && !ampi_is_apart(dst, bytes[0], src, bytes[1]))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
-                         "dst and src overlap, and are not the same buffer with elements of one size");
+                         "dst and src overlap: they must be apart, or the same buffer with elements of one size");
     if (desc == NULL) desc = &none;
     if (new_inf == NULL) ampi_convert(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
     else *new_inf = ampi_convert_counted(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
@@ -7093,7 +7094,8 @@ static amp_result ampi_rates_take(const char *function, amp_machine *m, const ch
         return ampi_fail(AMP_ERR_RANGE, function, ".rates = \"%.80s\", must be " AMPI_RATES_RANGE, text);
     while (text != NULL && ampi_rates_next(&text, &rate) > 0) {
         if (!ampi_cpu_has(&m->cpu, (amp_cpu_path)rate.path))
-            return ampi_fail(AMP_ERR_UNSUPPORTED, function, ".rates names %s, which this CPU lacks: measure it here",
+            return ampi_fail(AMP_ERR_UNSUPPORTED, function,
+                             ".rates names %s, which this CPU lacks: use rates that were measured on this machine",
                              ampi_path_words[rate.path]);
         *ampi_rate_at(&m->rates[rate.path], rate.dtype) = rate.rate;
     }
@@ -7359,23 +7361,26 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
         return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (amp_tensor_count(t) < 0)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
+        return ampi_fail(AMP_ERR_SHAPE, function,
+                         ".%s has ndim %d, or a shape that is negative or too large: use amp_tensor1 to amp_tensor4",
+                         field, t->ndim);
     for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
     if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
         return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field,
                          (long long)t->stride[t->ndim - 1]);
     for (i = 0; given && i < t->ndim; i++)
         if (fabs((double)t->stride[i]) * (double)t->shape[i] > AMPI_STRIDES_MOST)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory",
-                             field, i, (long long)t->stride[i]);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory: "
+                             "set it to a distance in elements", field, i, (long long)t->stride[i]);
     return AMP_OK;
 }
 
 /* Whether a matrix's rows follow one another without overlap. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field,
-                     (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
+    return ampi_fail(AMP_ERR_SHAPE, function,
+                     ".%s: rows of %lld elements %s, their stride is %lld: it must be at least the length of a row",
+                     field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
 /* An output's elements must not overlap: each stride, from the smallest up, must reach past the dimensions below it. */
@@ -7389,8 +7394,8 @@ static amp_result ampi_check_output(const char *function, const char *field, con
             if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
         if (next < 0) return AMP_OK;
         if (ampi_stride(t, next) <= reach)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field,
-                             next, (long long)ampi_stride(t, next));
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld: an output "
+                             "must have its elements apart", field, next, (long long)ampi_stride(t, next));
         done |= 1 << next;
         reach += (t->shape[next] - 1) * ampi_stride(t, next);
     }
@@ -7593,7 +7598,8 @@ static amp_result ampi_check_own_gradient(const char *function, const amp_param 
     if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data,
                       bytes * amp_dtype_size(p->grad.dtype)))
         return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "%s: the gradient lies in the weight's memory", p->name);
+    return ampi_fail(AMP_ERR_CONFLICT, function,
+                     "%s: the gradient lies in the weight's memory: give it memory of its own", p->name);
 }
 
 /* Shell-style match with * (any run) and ? (one character). */
@@ -7942,9 +7948,11 @@ AMP_API amp_result amp_state_get(const amp_state *state, const char *key, amp_dt
     if (n > 0) AMPI_TRY(ampi_need(function, values, "values"));
     record = ampi_state_find(state, key);
     if (record == NULL)
-        return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" among %lld", key, (long long)state->n);
+        return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" is among the %lld of the state", key,
+                         (long long)state->n);
     if (record->dtype != dtype || record->count != n)
-        return ampi_fail(AMP_ERR_MISMATCH, function, "\"%s\" holds %lld %s, not %lld %s", key,
+        return ampi_fail(AMP_ERR_MISMATCH, function,
+                         "\"%s\" holds %lld %s, not %lld %s: pass the count and dtype that it has", key,
                          (long long)record->count, amp_dtype_name(record->dtype), (long long)n, amp_dtype_name(dtype));
     if (record->bytes > 0) memcpy(values, record->data, record->bytes);
     return AMP_OK;
@@ -8023,7 +8031,8 @@ AMP_API amp_result amp_state_encode(const amp_state *state, void **data, size_t 
     total = AMPI_STATE_HEADER + directory;
     for (i = 0; i < state->n; i++) {
         if (state->records[i].bytes > PTRDIFF_MAX - 1 - total)
-            return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
+            return ampi_fail(AMP_ERR_SIZE, function, "%lld records are more than any memory holds",
+                             (long long)state->n);
         total += state->records[i].bytes;
     }
     blob = (uint8_t *)ampi_memory_take(&state->system, total + 1, 64); /* amp_file_free adds 1 */
@@ -8068,19 +8077,22 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     uint64_t magic = AMPI_MIN(b->bytes, (uint64_t)8), total;
     uint32_t version;
     if (memcmp(b->data, "AMPSTATE", (size_t)magic) != 0)
-        return ampi_fail(AMP_ERR_FORMAT, b->function, "%s does not begin with AMPSTATE", b->name);
+        return ampi_fail(AMP_ERR_FORMAT, b->function,
+                         "%s does not begin with AMPSTATE, as all that amp_state_save writes does", b->name);
     if (b->bytes < 12)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
     version = ampi_le32(b->data + 8);
     if (version > AMPI_STATE_FORMAT)
-        return ampi_fail(AMP_ERR_NEWER, b->function, "%s has format version %u, newest known is %d", b->name, version,
+        return ampi_fail(AMP_ERR_NEWER, b->function,
+                         "%s has format version %u, and the newest that this amp.h reads is %d", b->name, version,
                          AMPI_STATE_FORMAT);
     if (b->bytes < AMPI_STATE_HEADER)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
     if (version == 0 || ampi_crc_add(&b->crc, 0, b->data, 36) != ampi_le32(b->data + 36))
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: header", b->name);
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: its header does not have the checksum that was written",
+                         b->name);
     total = ampi_le64(b->data + 16);
     if (b->bytes < total)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu of %llu bytes", b->name,
@@ -8089,7 +8101,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     b->key = ampi_state_key_bytes((int)version);
     b->entry = ampi_state_entry_bytes((int)version);
     if (b->bytes > total || b->records > (total - AMPI_STATE_HEADER) / b->entry)
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes do not fit its header", b->name,
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: its header does not fit its %llu bytes", b->name,
                          (unsigned long long)b->bytes);
     b->directory = b->records * b->entry;
     return AMP_OK;
@@ -8120,10 +8132,11 @@ static amp_result ampi_state_check_directory(const ampi_blob *b) {
     uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
     ampi_record record;
     if (ampi_crc_add(&b->crc, 0, b->data + AMPI_STATE_HEADER, (size_t)b->directory) != ampi_le32(b->data + 32))
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: directory", b->name);
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function,
+                         "%s: the list of its records does not have the checksum that was written", b->name);
     for (i = 0; i < b->records; i++) AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
     if (left != 0)
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes belong to no record", b->name,
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes at its end belong to no record", b->name,
                          (unsigned long long)left);
     return AMP_OK;
 }
@@ -8141,7 +8154,8 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
             return ampi_fail(AMP_ERR_MEMORY, b->function, "%zu bytes for \"%s\"", record.bytes, record.key);
         if (ampi_state_copy(&b->crc, record.data, payload, record.bytes, ampi_state_element(record.dtype), 0) !=
             ampi_le32(rest + 4))
-            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function,
+                               "%s: record \"%s\" does not have the checksum that was written", b->name, record.key);
         else if (ampi_state_find(state, record.key) != NULL)
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" occurs twice", b->name, record.key);
         else
@@ -12615,7 +12629,7 @@ static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void 
 static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
     if (!saturate || amp->backend->host_visible || amp->backend->saturates) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, f,
-                     ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs",
+                     ".saturate_inputs: the %s backend cannot cut operands: use bf16, or scale the inputs",
                      amp->backend->name);
 }
 static amp_result ampi_not_captured(const amp_context *amp) {
@@ -12821,7 +12835,7 @@ static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     while (w != NULL && !__atomic_load_n(&w->away, __ATOMIC_ACQUIRE)) w = w->next;
     if (w == NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: step first");
+    return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: call amp_step first");
 }
 static void ampi_watch_gradients(amp_context *amp, ampi_gradient_watch *w) {
     pthread_mutex_lock(&amp->lock);
@@ -12966,9 +12980,9 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function,
-                         "the context that this %s was created from was closed; it can only be destroyed", o->kind);
-    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this object first",
-                     o->kind);
+                         "the context that this %s was created from was closed: it must be destroyed", o->kind);
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "the %s that this refers to was destroyed: this object must be destroyed before that", o->kind);
 }
 
 /* Checks a caller's object, which begins with an ampi_object. */
@@ -13144,7 +13158,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
     const amp_system *s = &d->system;
     AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
     if (ampi_fp8_unread(&d->fp8) != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".%s is read with .fp8.scaling = AMP_FP8_DELAYED only",
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".%s is read with .fp8.scaling = AMP_FP8_DELAYED only: set that, or leave this 0",
                          ampi_fp8_unread(&d->fp8));
     if (d->fp8.scaling != AMP_FP8_DELAYED) { d->fp8.amax = AMP_FP8_AMAX_DEFAULT; d->fp8.history = 0; }
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
@@ -13153,8 +13168,9 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->share_threads != NULL && d->share_threads->threads == NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d",
-                         d->threads, d->share_threads->desc.threads);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".threads = %d, but the context of .share_threads has %d: set one of the two", d->threads,
+                         d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel are both set, use one");
     if ((s->alloc == NULL) != (s->free == NULL))
@@ -13169,7 +13185,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
                          ".system.thread_start, .thread_join and .thread_detach must be set together");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank,
+        return ampi_fail(AMP_ERR_RANGE, "amp_open",
+                         ".reducer.rank = %d, must be 0 to .reducer.world - 1, and .world is %d", d->reducer.rank,
                          d->reducer.world);
     if (d->reducer.on_host < 0 || d->reducer.on_host > 2)
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 to 2", d->reducer.on_host);
@@ -13186,7 +13203,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .reducer.world = %d: set it to "
                          "the function that sums over the ranks", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
-        return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h",
+        return ampi_fail(AMP_ERR_BACKEND, "amp_open",
+                         "backend %s was built against another amp.h: it must be built against this one",
                          d->backend->name ? d->backend->name : "?");
     return AMP_OK;
 }
@@ -13194,7 +13212,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
 /* The path in use, of those that this CPU has. */
 static amp_result ampi_choose_path(amp_desc *d, amp_machine *m) {
     if (d->cpu_path != AMP_CPU_DEFAULT && !ampi_cpu_has(&m->cpu, d->cpu_path))
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU lacks it; its fastest is %s",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
+                         ".cpu_path = %s, which this CPU lacks: use %s, its fastest, or a lower one",
                          ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(m->cpu.path));
     if (d->cpu_path == AMP_CPU_DEFAULT) d->cpu_path = m->cpu.path;
     m->cpu.path = d->cpu_path;
@@ -13216,7 +13235,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     void *data;
     amp_result result;
     if (bytes <= 0 || dtype != AMP_U8)
-        return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
+        return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans of amp_open", amp->desc.autotune_file);
     AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
     result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
     if (result == AMP_OK) result = (amp->backend->plans_load)(amp->dev, data, (size_t)bytes);
@@ -13278,7 +13297,7 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
 /* amp_choose for this context's device and backend. */
 static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, int32_t allow, amp_choice *out) {
     if (wanted != AMP_FP8 || amp->backend->quantizes) return amp_choose(&amp->machine, wanted, allow, out);
-    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: the %s backend cannot multiply in fp8",
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: the %s backend cannot multiply in fp8: use bf16",
                      amp->backend->name);
 }
 
@@ -13547,7 +13566,7 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || ampi_stored(dtype) == ampi_stored(amp->choice.dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
-                     "levels O2 and O3 store weights in %s; switching the dtype needs level O1",
+                     "levels O2 and O3 store weights in %s: use level O1 to switch the dtype",
                      amp_dtype_name(ampi_stored(amp->choice.dtype)));
 }
 
@@ -13565,7 +13584,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
 static amp_result ampi_check_observed(const amp_context *amp, const char *function, int disable, amp_dtype dtype) {
     if (amp->observer == NULL || (!disable && dtype == amp->desc.autocast_dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
-                     "%s, but an amp_adapt has a ladder that ends in %s: destroy that first",
+                     "%s, but an amp_adapt has a ladder that ends in %s: it must be destroyed first",
                      disable ? "disabled" : amp_dtype_name(dtype), amp_dtype_name(amp->desc.autocast_dtype));
 }
 
@@ -13573,7 +13592,8 @@ static amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, int by_host)
     amp_choice choice;
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s",
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype",
+                         "level O0 computes in fp32, not in %s: set another level in amp_desc",
                          amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
     if (by_host) AMPI_TRY(ampi_check_observed(amp, "amp_set_dtype", 0, choice.dtype));
@@ -13689,7 +13709,7 @@ AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_
     if (bytes > 0) AMPI_TRY(ampi_need2("amp_copy", dst, "dst", src, "src"));
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap: they must be apart");
     return bytes == 0
                ? AMP_OK
                : ampi_as("amp_copy", (amp->backend->copy)(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
@@ -13847,7 +13867,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                          ".name of params[%lld] is NULL: set it to a name of its own", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous, as it must be",
+                         p->name);
     AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
                                 amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
@@ -13870,7 +13891,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                              "%s is already registered; call amp_param_forget first", p->name);
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are named %s", p->name);
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register",
+                             "two parameters are named %s: each must have a name of its own", p->name);
     return AMP_OK;
 }
 
@@ -14025,14 +14047,13 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
         return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8 or one of %s", amp_dtype_name(dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (queries > INT64_MAX / keys || batch > INT64_MAX / (queries * keys))
-        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements", (long long)batch, (long long)queries,
-                         (long long)keys);
+        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements are more than any memory holds",
+                         (long long)batch, (long long)queries, (long long)keys);
     AMPI_TRY(ampi_bytes(f, batch * queries * keys, amp_dtype_size(dtype), &bytes));
     AMPI_TRY(ampi_check_mask(f, m));
     if (m->kind == AMP_MASK_ARBITRARY && m->allowed_head_stride != 0)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f,
-                         ".allowed differs between heads (stride %lld); the cache keeps one mask for all heads",
-                         (long long)m->allowed_head_stride);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".allowed differs between heads (stride %lld): it must be one mask "
+                         "for all heads, as the cache keeps", (long long)m->allowed_head_stride);
     return AMP_OK;
 }
 
@@ -14397,7 +14418,7 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
     int64_t i, kept = 0;                /* others read n_layers without the lock */
     int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
-        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
+        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, must have at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
     if (dtype != AMP_DTYPE_DEFAULT)
         AMPI_TRY(ampi_as(function, ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
@@ -14636,10 +14657,8 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     int error;
     ampi_regions_tidy();
     if (ampi_thread.regions == AMPI_REGION_DEPTH)
-        return ampi_fail(AMP_ERR_STATE, function,
-                         "%d regions are open on this thread, the limit; is an amp_autocast_end or "
-                         "amp_recompute_end missing",
-                         AMPI_REGION_DEPTH);
+        return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, the limit: call "
+                         "amp_autocast_end or amp_recompute_end for each", AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
@@ -14657,7 +14676,9 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
 static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || i >= c->regions) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, which did not open this region", c->what);
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "called from within %s, which did not open this region: call it where the region was opened",
+                     c->what);
 }
 
 /* amp is only compared: it may have been closed. */
@@ -14665,12 +14686,15 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     const ampi_region *top;
     ampi_regions_tidy();
     if (ampi_thread.regions > 0) AMPI_TRY(ampi_region_is_own(function, ampi_thread.regions - 1, AMPI_STACK));
-    if (ampi_thread.regions == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    if (ampi_thread.regions == 0)
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "no region is open on this thread: call amp_autocast_begin or amp_recompute_begin first");
     top = &ampi_regions.at[ampi_thread.regions - 1];
     if (top->amp != amp)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the innermost region of this thread belongs to another context, which must close it first");
     if (top->recompute != recompute)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close it first",
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s, and must be closed first",
                          top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_drop();
     return AMP_OK;
@@ -14895,11 +14919,13 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     amp_dtype widest;
     AMPI_TRY(ampi_need2("amp_autocast_decide", amp, "amp", out, "out"));
     if (n > 0) AMPI_TRY(ampi_need("amp_autocast_decide", inputs, "inputs"));
-    if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    if (!ampi_op_exists(amp, op))
+        return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide",
+                         "op = %d is no operator: use one of amp_op, or of amp_operator_register", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
-                         "%s keeps no record of its forward; while recomputing, reopen its region around it",
+                         "%s keeps no record of its forward: while recomputing, call amp_autocast_begin around it",
                          ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
@@ -15021,10 +15047,12 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name)
-        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, must have at most 63",
+                         strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_builtins[i].name : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s already exists", name);
+            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s already exists: use another name",
+                             name);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity,
                                 sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
@@ -15037,7 +15065,8 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
     AMPI_TRY(ampi_need("amp_operator_override", amp, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
-        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
+        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator: use one of amp_op",
+                         op);
     if (!ampi_is_cast_policy(policy))
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
@@ -15257,8 +15286,8 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     if (weight->id != 0) t = ampi_fp8_find(amp, weight->id, &at);
     ampi_unlock(amp);
     if (t == NULL)
-        return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8, or its weight is not registered",
-                         weight->name ? weight->name : "the weight");
+        return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8 yet, or its weight is not "
+                         "registered: call amp_param_register first", weight->name ? weight->name : "the weight");
     AMPI_TRY(ampi_as(f, ampi_fp8_read(amp, t->slots + 3 * at + (int)tensor - 1, &slot, 1)));
     if (slot.last.values == 0) slot.last = slot.now;
     memset(out, 0, sizeof *out);
@@ -15438,7 +15467,8 @@ static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char
         if ((int64_t)strlen(name) == bytes && memcmp(name, *line, (size_t)bytes) == 0) break;
     }
     if (next == NULL || i == amp->n_params)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "it has a history of %.*s, but no such weight is registered",
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                         "it has a history of %.*s, but no such weight is registered: call amp_param_register first",
                          (int)AMPI_MIN(bytes, 100), *line);
     *line = next + 1;
     return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, 0, t, at);
@@ -15471,10 +15501,12 @@ static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *
     for (i = 0; i < 3 * s->n; i++)
         if (s->updates[i] < 0 || !(ampi_bits_f32(s->scales[i]) < 0x7f800000u) ||
             !(ampi_bits_f32(s->amax[i]) < 0x7f800000u))
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a scale or magnitude is negative or not finite");
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                             "a scale or magnitude is negative or not finite: load an earlier state");
     for (i = 0; i < 3 * s->n * s->length; i++)
         if (!(ampi_bits_f32(s->history[i]) < 0x7f800000u))
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a history has a negative or infinite magnitude");
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                             "a history has a negative or infinite magnitude: load an earlier state");
     for (pass = 0; pass < 2; pass++) {              /* all names first, then all places */
         line = s->names;
         for (i = 0; i < s->n; i++) AMPI_TRY(ampi_fp8_named(amp, &line, end, pass ? &t : NULL, &at));
@@ -15509,7 +15541,8 @@ AMP_API amp_result amp_fp8_load(amp_context *amp, const amp_state *state, const 
     ampi_fp8_recipe_of(amp, saved[5], own);
     for (i = 0; i < 5; i++)
         if (saved[i] != own[i])
-            return ampi_fail(AMP_ERR_MISMATCH, f, "its histories are of a recipe with .fp8.%s = %lld, here it is %lld",
+            return ampi_fail(AMP_ERR_MISMATCH, f,
+                             "its histories are of a recipe with .fp8.%s = %lld, and here it is %lld: set the same",
                              fields[i], (long long)saved[i], (long long)own[i]);
     AMPI_TRY(ampi_key(f, key, prefix, "fp8_names", -1));
     names_bytes = amp_state_count(state, key, NULL);
@@ -15861,7 +15894,8 @@ static amp_result ampi_rows(const char *function, const char *field, const amp_t
         if (t->shape[i] == 1) continue;
         if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
         if (ampi_stride(t, i) != expect && amp_tensor_count(t) > 0)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided: all rows "
+                             "must be the same distance apart", field);
         expect *= t->shape[i];
     }
     for (i = 0; i < last; i++) rows *= t->shape[i];
@@ -15929,7 +15963,8 @@ static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT)
         return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
     if (plan->mode == AMP_MODE_INFERENCE)
-        return ampi_fail(AMP_ERR_STATE, function, "the forward ran in inference mode, which has no backward");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the forward ran in inference mode, which has no backward: use training mode");
     return AMP_OK;
 }
 
@@ -15951,9 +15986,8 @@ static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_p
     }
     AMPI_TRY(ampi_check_plan(c->f, recorded));
     if (recorded->version != version)
-        return ampi_fail(AMP_ERR_STATE, c->f,
-                         "a parameter of %s has changed since its forward; recompute before the optimizer steps",
-                         layer ? layer : ampi_op_name(c->amp, c->id));
+        return ampi_fail(AMP_ERR_STATE, c->f, "a parameter of %s has changed since its forward: it must be recomputed "
+                         "before the optimizer steps", layer ? layer : ampi_op_name(c->amp, c->id));
     c->plan = *recorded;
     return AMP_OK;
 }
@@ -15977,7 +16011,8 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     const int64_t *have = p->weight.shape;
     char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
-    if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
+    if (!ampi_is_contiguous(&p->weight))
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous, as it must be", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
@@ -16192,8 +16227,8 @@ static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
     if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows,
-                         (long long)y->rows);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld: both must have the same number",
+                         (long long)x->rows, (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
@@ -16305,7 +16340,8 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
                          ".%s has no data: set it, for backward through GELU reads the activation's input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".%s is the activation's output; backward through GELU needs its input", name);
+                         ".%s is the activation's output: it must be its input, which backward through GELU reads",
+                         name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", of_x ? "dx" : "dy",
                      amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
@@ -16618,7 +16654,8 @@ static amp_result ampi_matmul_kernel(ampi_call *c) {
 /* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
 static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
     if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
-    return ampi_fail(AMP_ERR_SIZE, "amp_gemm", "%s: %lld rows or columns, %lld elements apart, exceed any memory", name,
+    return ampi_fail(AMP_ERR_SIZE, "amp_gemm",
+                     "%s: %lld rows or columns, %lld elements apart, are more than any memory holds", name,
                      (long long)lines, (long long)ld);
 }
 
@@ -16921,7 +16958,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_optional_rows(f, "residual", &op->residual, "x", &k->x, &k->residual));
     AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
-    if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
+    if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given, and RMSNorm has none: set it to NULL");
     if (op->residual.data && op->sum.data == NULL)
         return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, for with .residual backward reads the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
@@ -17022,7 +17059,7 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y))
         return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
     if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
-        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
+        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes: both must have the same");
     for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
     k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
@@ -17261,7 +17298,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     amp_mat w;
     const char *f = c->f;
     if (ampi_is_recomputing(c->amp))
-        return ampi_fail(AMP_ERR_STATE, f, "is not recomputed: it would add to the gradients again");
+        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, for it would add to the gradients again");
     AMPI_TRY(ampi_need(f, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
@@ -17852,10 +17889,9 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     if (amp_state_count(state, key, NULL) >= 0)
         AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load",
-                         "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
-                         "ranks with different seeds need separate states",
-                         (long long)rank[0], (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load", "saved by rank %lld of %lld with seed %llu, this is rank "
+                         "%d with seed %llu: ranks with different seeds must save separate states", (long long)rank[0],
+                         (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
                          (unsigned long long)amp->desc.seed);
     /* the seed is built into graphs, the offset is not */
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
@@ -18228,8 +18264,8 @@ static amp_result ampi_models_check(amp_context *amp, const amp_param *params, i
         amp_model *m = (amp_model *)(void *)o;
         for (i = 0; strcmp(o->kind, "model") == 0 && i < m->n; i++)
             if (m->rows[i].keeper != NULL && &m->params[i] >= params && &m->params[i] < params + n)
-                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s is another optimizer's; destroy that "
-                                 "first", m->rows[i].name);
+                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                                 "%s is another optimizer's, which must be destroyed first", m->rows[i].name);
     }
     return AMP_OK;
 }
@@ -18351,7 +18387,7 @@ static amp_result ampi_model_matches(const amp_model *m, const amp_state *state,
     for (i = 0; r == AMP_OK && saved[i] != 0 && saved[i] == text[i]; i++) {}
     if (r == AMP_OK && (n != bytes || saved[i] != text[i])) {
         while (i > 0 && saved[i - 1] != '\n') i--;
-        r = ampi_fail(AMP_ERR_MISMATCH, f, "of another model: it has \"%.*s\", this model \"%.*s\"",
+        r = ampi_fail(AMP_ERR_MISMATCH, f, "saved from another model: it has \"%.*s\", and this model \"%.*s\"",
                       (int)AMPI_MIN(strcspn(saved + i, "\n"), (size_t)100), saved + i,
                       (int)AMPI_MIN(strcspn(text + i, "\n"), (size_t)100), text + i);
     }
@@ -18406,7 +18442,8 @@ AMP_API amp_result amp_tensor_create(amp_context *amp, amp_tensor *out, amp_dtyp
     t.ndim = ndim;
     memcpy(t.shape, shape, sizeof *shape * (size_t)ndim);
     if (!ampi_has_memory(t.dtype))
-        return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %s, which no tensor can have", amp_dtype_name(t.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %s, which no tensor can have: use the dtype of its elements",
+                         amp_dtype_name(t.dtype));
     like = t;
     like.data = &like;
     if (amp_tensor_count(&like) < 1)
@@ -18905,7 +18942,7 @@ static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
         return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
     if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
     __atomic_store_n(&t->foreign, 1, __ATOMIC_RELAXED);
-    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
+    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
 }
 
 static ampi_call_key ampi_tape_key(ampi_kind kind) {
@@ -18957,9 +18994,10 @@ static amp_result ampi_tape_losses(const amp_tape *t, ampi_node *n) {
     }
     n->is_loss = (ampi_row_of(n)->flags & AMPI_LOSS) || losses > 0;
     if (n->is_loss && n->key.stretch != 0)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss is not computed again: end the checkpoint first");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, t->function,
+                         "a loss is not computed again: call amp_tape_checkpoint_end first");
     if (losses == 0 || (others == 0 && (n->key.kind == AMPI_ADD || n->key.kind == AMPI_SCALE))) return AMP_OK;
-    return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss can only be scaled, and added to other losses");
+    return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss must only be scaled, or added to other losses");
 }
 
 static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi_node *n) {
@@ -18972,7 +19010,7 @@ static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi
     AMPI_TRY((row->shape)(t, n));
     if (key->store != AMP_DTYPE_DEFAULT) n->y.dtype = key->store;
     if (ampi_shape_count(&n->y) < 0)
-        return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than memory");
+        return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than any memory holds");
     return AMP_OK;
 }
 
@@ -18983,12 +19021,15 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     for (i = 0; i < n_in; i++) {
         key->in[i] = ampi_tape_find(t, in[i]);
         if (key->in[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, t->function, "operand %d is %s", i + 1,
+            return ampi_fail(AMP_ERR_RANGE, t->function,
+                             "operand %d is %s: pass what an operator of this step returned", i + 1,
                              in[i] == 0 ? "0, no value" : "a value of another tape or of an earlier step");
     }
     AMPI_TRY(ampi_tape_decide(t, key));
     if (t->store != AMP_DTYPE_DEFAULT && ampi_tape_stores(t, key)) key->store = t->store;
-    if (t->n == INT32_MAX / 4) return ampi_fail(AMP_ERR_SIZE, t->function, "the tape has %lld nodes", (long long)t->n);
+    if (t->n == INT32_MAX / 4)
+        return ampi_fail(AMP_ERR_SIZE, t->function,
+                         "the tape has %lld nodes, the most that it holds: use a smaller step", (long long)t->n);
     AMPI_TRY(ampi_tape_grow(t, (void **)&t->nodes, t->n, &t->node_capacity, sizeof *t->nodes));
     n = *out = &t->nodes[t->n];
     t->fresh = t->same < t->n || t->n >= t->compiled || memcmp(&n->key, key, sizeof *key) != 0;
@@ -19744,8 +19785,8 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     if (loss >= 0 && t->nodes[loss].key.plan.mode == AMP_MODE_INFERENCE)
         return ampi_fail(AMP_ERR_STATE, t->function, "the loss was recorded in inference mode: call amp_tape_finish");
     if (loss >= 0 && !t->nodes[loss].wants)
-        return ampi_fail(AMP_ERR_CONFLICT, t->function,
-                         "no parameter with a gradient and no variable reaches the loss in training mode");
+        return ampi_fail(AMP_ERR_CONFLICT, t->function, "no parameter with a gradient and no variable reaches the loss "
+                         "in training mode: it must depend on one");
     ampi_tape_fuse(t);
     AMPI_TRY(ampi_tape_plan_forward(t));
     AMPI_TRY(ampi_tape_plan_backward(t));
@@ -20425,14 +20466,15 @@ static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_v
     result = ampi_tape_close(t, f);
     t->function = f;
     if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
-        return ampi_fail(AMP_ERR_STATE, f, "another thread called this tape during the step; give it its own");
+        return ampi_fail(AMP_ERR_STATE, f,
+                         "another thread called this tape during the step: give it a tape of its own");
     if (t->failed != AMP_OK) return ampi_fail_again(f, t->failed, t->text);
     AMPI_TRY(result);
     if (t->stretch != 0) return ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end");
     if (with_loss) {
         loss = ampi_tape_find(t, value);
         if (loss < 0)
-            return ampi_fail(AMP_ERR_RANGE, f, "loss is %s",
+            return ampi_fail(AMP_ERR_RANGE, f, "loss is %s: pass what a loss of this step returned",
                              value == 0 ? "0, no value" : "a value of another tape or of an earlier step");
         if (!t->nodes[loss].is_loss)
             return ampi_fail(AMP_ERR_SHAPE, f, "loss is of %s, must be a loss, or a sum or multiple of losses",
@@ -20456,10 +20498,12 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
-        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
-    if (ampi_tape_find(t, loss) != t->loss) return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward");
+        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
+    if (ampi_tape_find(t, loss) != t->loss)
+        return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward: pass the same to both");
     if (grad_scale != NULL && grad_scale != t->grad_scale)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "grad_scale is not that of amp_tape_forward, which takes it");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "grad_scale differs from that of amp_tape_forward: pass the same to both");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
     ampi_regions.seed = t->seed;        /* other losses may have come since */
@@ -20529,7 +20573,8 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
 /* Before gradients are taken or dropped. */
 static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
     if (!ampi_tape_waits(amp, NULL)) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "amp_tape_forward has run, and amp_tape_backward has not: call that first");
 }
 AMP_API amp_result amp_model_zero_grad(amp_model *model) {
     const char *f = "amp_model_zero_grad";
@@ -20576,7 +20621,7 @@ static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **
             if (p == NULL) continue;
             m = ampi_model_of(t->object.amp, p);
             if (m == NULL || (model != NULL && m != model))
-                return ampi_fail(AMP_ERR_CONFLICT, f, ".record uses %s, of %s: name the parameters in the desc",
+                return ampi_fail(AMP_ERR_CONFLICT, f, ".record uses %s, of %s: set the parameters in the desc",
                                  p->name ? p->name : "?", m ? "a second amp_model" : "no amp_model");
             model = m;
         }
@@ -20637,7 +20682,8 @@ AMP_API void amp_tape_destroy(amp_tape *tape) {
                                          AMPI_STACK) != AMP_OK)
         return;
     if (tape->running && !pthread_equal(pthread_self(), tape->thread)) {
-        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy", "the tape is running on another thread; it stays");
+        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy",
+                        "the tape is running on another thread, so it stays: call this when it has ended");
         ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
         return;
     }
@@ -20662,7 +20708,7 @@ AMP_API void amp_tape_destroy(amp_tape *tape) {
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region) {
     AMPI_TRY(ampi_need_object("amp_tape_begin", tape, "tape"));
     if (tape->running && ampi_callout_now(AMPI_STACK) != NULL)
-        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: its callback must not begin a step");
     if (tape->running) ampi_tape_left(tape);
     if (tape->state == AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
@@ -20742,7 +20788,9 @@ AMP_API void amp_tape_checkpoint_begin(amp_tape *tape) {
 AMP_API void amp_tape_checkpoint_end(amp_tape *tape) {
     const char *f = "amp_tape_checkpoint_end";
     if (!ampi_tape_ready(tape, f)) return;
-    if (tape->stretch == 0) ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f, "no checkpoint is open"));
+    if (tape->stretch == 0)
+        ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f,
+                                       "no checkpoint is open: call amp_tape_checkpoint_begin first"));
     tape->stretch = 0;
 }
 
@@ -20754,7 +20802,7 @@ AMP_API amp_value amp_tape_keep(amp_tape *tape, amp_value value) {
     if (i < 0)
         return ampi_tape_refuse(tape, "amp_tape_keep",
                                 ampi_fail(AMP_ERR_RANGE, "amp_tape_keep",
-                                          "value is of another tape or of an earlier step"));
+                                          "value is of another tape or of an earlier step: pass one of this step"));
     n = &tape->nodes[tape->nodes[i].root];
     if (!n->keeps) tape->compiled = 0;
     n->keep = 1;
@@ -20765,7 +20813,9 @@ static amp_result ampi_tape_look(const amp_tape *t, const char *f, amp_value val
     int32_t i;
     AMPI_TRY(ampi_need_object(f, t, "tape"));
     i = ampi_tape_find(t, value);
-    if (i < 0) return ampi_fail(AMP_ERR_RANGE, f, "value is %s", value ? "of another tape or of an earlier step" : "0");
+    if (i < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, "value is %s: pass what an operator of this step returned",
+                         value ? "of another tape or of an earlier step" : "0, no value");
     *out = &t->nodes[i];
     return AMP_OK;
 }
@@ -20812,8 +20862,9 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
     if (there.data == NULL)
         return ampi_fail(AMP_ERR_STATE, f, "the value is not there: call it after the run, and amp_tape_keep before");
     if (amp_tensor_count(&there) != n || !ampi_is_contiguous(&there))
-        return ampi_fail(AMP_ERR_SHAPE, f, "n = %lld, the value has %lld elements%s", (long long)n,
-                         (long long)amp_tensor_count(&there), ampi_is_contiguous(&there) ? "" : ", not contiguous");
+        return ampi_fail(AMP_ERR_SHAPE, f, "n = %lld, and the value has %lld elements%s: pass their number",
+                         (long long)n, (long long)amp_tensor_count(&there),
+                         ampi_is_contiguous(&there) ? "" : ", not contiguous");
     bytes = n * (int64_t)amp_dtype_size(there.dtype);
     if (there.dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &low, bytes, 1));
     result = amp_copy(amp, low ? low : out, there.data, bytes, AMP_COPY_TO_HOST);
@@ -20897,7 +20948,8 @@ AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_
     AMPI_TRY(ampi_need(f, out, "out"));
     AMPI_TRY(ampi_need_object(f, tape, "tape"));
     if (i < 0 || i >= tape->n)
-        return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, the step has %lld operators", (long long)i, (long long)tape->n);
+        return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, must be below %lld, the number of operators of the step",
+                         (long long)i, (long long)tape->n);
     n = &tape->nodes[i];
     memset(out, 0, sizeof *out);
     out->op = ampi_row_of(n)->name + sizeof "amp_tape";
@@ -21376,10 +21428,10 @@ static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
     return life;
 }
 static amp_result ampi_gradient_refuse(const char *function, const amp_param *p, const char *why) {
-    return ampi_fail(AMP_ERR_STATE, function,
-                     "%s: backward adds to its gradient, %s.  Drop that gradient first (amp_optimizer_zero_grad, "
-                     "amp_model_zero_grad), freeze its model in the other backward (amp_model_freeze), or say that "
-                     "gradients add up over several backwards (.accumulation of its optimizer)", p->name, why);
+    return ampi_fail(AMP_ERR_STATE, function, "%s: backward adds to its gradient, %s.  To drop that gradient, call "
+                     "amp_optimizer_zero_grad or amp_model_zero_grad; to leave the model out of the other backward, "
+                     "amp_model_freeze; if gradients add up over several backwards, set .accumulation of its optimizer",
+                     p->name, why);
 }
 static amp_result ampi_gradient_judge(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     ampi_life life = ampi_gradient_life(amp, p);
@@ -21698,8 +21750,9 @@ static amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_
 
 static amp_result ampi_fail_shared(const amp_grad_set *set, const char *what, int64_t first, int64_t second) {
     const char *a = set->names[first], *b = set->names[second];
-    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "%s %lld (%s) and %lld (%s) share memory: list it once",
-                     what, (long long)first, a ? a : "unnamed", (long long)second, b ? b : "unnamed");
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
+                     "%s %lld (%s) and %lld (%s) share memory: it must be listed once", what, (long long)first,
+                     a ? a : "unnamed", (long long)second, b ? b : "unnamed");
 }
 /* Weights that two rows share would be stepped twice. */
 static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
@@ -21744,7 +21797,7 @@ static amp_result ampi_check_gradient(const char *function, const amp_param *p) 
     if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
         return ampi_fail(AMP_ERR_SHAPE, function, "%s: weight and gradient must be contiguous", p->name);
     if (amp_tensor_count(&p->grad) < 0 || amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, function, "%s: the gradient is %s, the weight %s", p->name,
+        return ampi_fail(AMP_ERR_SHAPE, function, "%s: the gradient is %s, must have the weight's shape %s", p->name,
                          ampi_shape_text(&p->grad, a, sizeof a), ampi_shape_text(&p->weight, b, sizeof b));
     if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
@@ -21769,7 +21822,8 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
             if (strcmp(params[j].name, params[i].name) == 0)
-                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", params[i].name);
+                return ampi_fail(AMP_ERR_NAME, function,
+                                 "two parameters are named %s: each must have a name of its own", params[i].name);
         ++*with_grad;
     }
     return AMP_OK;
@@ -21837,10 +21891,11 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
         if (!ampi_is_newcomer(set, p, live)) continue;
         if (ampi_capture(set->amp) != NULL)
             return ampi_fail(AMP_ERR_STATE, function, "%s has had no gradient before, and a graph is being captured: "
-                             "unfreeze it, or step once with it, before the capture", p->name);
+                             "it must be unfrozen, or stepped once, before the capture", p->name);
         for (k = 0; k < set->n; k++)
             if (strcmp(set->names[k], p->name) == 0)
-                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", p->name);
+                return ampi_fail(AMP_ERR_NAME, function,
+                                 "two parameters are named %s: each must have a name of its own", p->name);
         AMPI_TRY(ampi_check_gradient(function, p));
         AMPI_TRY(ampi_check_known(set->amp, function, p));
     }
@@ -21947,7 +22002,8 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_need3("amp_grad_set_create", amp, "amp", out, "out", desc, "desc"));
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create",
+                         ".n_params or .n_ranges is negative: both must be 0 or more");
     if (desc->params == NULL && desc->ranges == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL: set one of them");
     if (desc->params != NULL && desc->ranges != NULL)
@@ -21988,8 +22044,9 @@ static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
 }
 
 static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t other) {
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is frozen on rank %d and not on rank %d: freeze it on all ranks or "
-                     "on none", name ? name : "a parameter", (int)frozen, (int)other);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer",
+                     "%s is frozen on rank %d and not on rank %d: it must be frozen on all ranks or on none",
+                     name ? name : "a parameter", (int)frozen, (int)other);
 }
 
 /* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
@@ -22048,7 +22105,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
     if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_apply",
-                     "the optimizer has .shard: each rank has only a part of the sums");
+                     "the optimizer has .shard, so each rank has only a part of the sums: call amp_step instead");
 }
 static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
@@ -22190,8 +22247,9 @@ static amp_result ampi_check_agreed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++)
         if ((set->rows[i].live != 0) != (set->params[i]->grad_live != 0))
-            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: a backward, a freeze or you changed whether it has a "
-                             "gradient after ranks agreed on that in amp_scaler_check: do so before", set->names[i]);
+            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: whether it has a gradient was changed after the ranks "
+                             "agreed on that in amp_scaler_check: backward and freezes must come before",
+                             set->names[i]);
     return AMP_OK;
 }
 
@@ -22284,7 +22342,8 @@ static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_
     int high = bits > 0x7e800000u && bits <= infinity &&
                (ampi_is_none(d->max_scale) || bits <= ampi_bits_f32(d->max_scale));
     if (d->preset == AMP_SCALER_TORCH || low || high || ampi_is_usable(scale)) return AMP_OK;
-    return ampi_fail(AMP_ERR_SCALE, function, "saved scale = %g: the preset %s cannot reach it", (double)scale,
+    return ampi_fail(AMP_ERR_SCALE, function,
+                     "saved scale = %g, which the preset %s cannot reach: use the preset that saved it", (double)scale,
                      ampi_presets[d->preset].name);
 }
 
@@ -22500,7 +22559,7 @@ static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *
 
 static amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context");
+    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context: pass one of this context");
 }
 
 /* Between two updates a set serves one scaler. */
@@ -22517,7 +22576,8 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
     for (i = 0; i < set->n; i++) {
         int live = set->params == NULL || set->params[i]->grad_live;
         if (live && set->rows[i].grad_dtype == AMP_F16)
-            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is fp16", set->names[i] ? set->names[i] : "a range");
+            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "the gradient of %s is fp16",
+                             set->names[i] ? set->names[i] : "a range");
     }
     return AMP_OK;
 }
@@ -22562,7 +22622,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
+        return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "these gradients were checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
     if (set->grow != NULL) AMPI_TRY((set->grow)(set, "amp_scaler_check"));
@@ -22601,7 +22661,7 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
     if (!scaler->checked && !scaler->found)
-        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
+        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "no gradients were checked since the last update");
     return ampi_as("amp_scaler_update", ampi_scaler_update(scaler, 0));
 }
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf) {
@@ -22758,7 +22818,8 @@ static amp_result ampi_saved_walk(const char *function, amp_state *to, const amp
             if (to != NULL) { ampi_field_put(record, &place, ampi_field_get(at, k)); continue; }
             value = ampi_field_get(record, &place);
             if (k->low <= k->high && !(amp_is_finite_f64(&value) && value >= k->low && value <= k->high))
-                return ampi_fail(AMP_ERR_RANGE, function, "saved %s = %g is out of range", k->key, value);
+                return ampi_fail(AMP_ERR_RANGE, function, "saved %s = %g is out of range: load an earlier state",
+                                 k->key, value);
             ampi_field_put(at, k, value);
         }
         if (to != NULL) AMPI_TRY(ampi_put(to, prefix, row->record, -1, row->dtype, record, n * count));
@@ -22831,15 +22892,16 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved by preset %s, this scaler has %s",
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "saved by a scaler with preset %s, and this one has %s: set the same .preset",
                          (int)s->d.preset >= 0 && (int)s->d.preset < AMPI_PRESETS ? ampi_presets[s->d.preset].name
                                                                                   : "?",
                          ampi_presets[preset].name);
     if (ampi_bits_f64(s->d.tolerance) == ampi_bits_f64(AMPI_SAVED_ZERO)) s->d.tolerance = (double)AMP_EXPLICIT_ZERO;
     AMPI_TRY(ampi_check_scaler(f, &s->d));
     if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval,
-                         s->k.hysteresis_left);
+        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range: load an earlier state",
+                         s->k.growth_interval, s->k.hysteresis_left);
     AMPI_TRY(ampi_check_saved_scale(f, &s->d, s->k.scale));
     s->k.inv_scale = ampi_inverse(s->k.scale);
     s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
@@ -22865,7 +22927,9 @@ static amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state *state, c
         scaler->checked = disabled == AMPI_DISABLED_CHECKED || s.checked;
         return AMP_OK;
     }
-    if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    if (disabled)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load",
+                         "%s was saved by a disabled scaler: load it into a disabled one", prefix);
     AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, AMPI_SAVED_TABLE(ampi_scaler_saved, s), &s, 1));
     AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
@@ -23004,14 +23068,14 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
     if ((int)master < 0 || master > AMP_MASTER_STOCHASTIC)
         return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
     if (level == AMP_LEVEL_O3 && (master == AMP_MASTER_F32 || master == AMP_MASTER_REMAINDER))
-        return ampi_fail(AMP_ERR_CONFLICT, function,
-                         "%s.master asks for masters, and level O3 has none: open the context at level O2",
-                         of);
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.master asks for masters, and level O3 has none: set level O2 "
+                         "of the context, or no .master", of);
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16 && moments != AMP_MOMENTS_8BIT)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32, bf16 or AMP_MOMENTS_8BIT", of,
                          amp_dtype_name(moments));
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && !ampi_has_moments(d))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is set, but %s without .momentum has none", of,
+        return ampi_fail(AMP_ERR_CONFLICT, function,
+                         "%s.moments is set, but %s without .momentum has none: set both or neither", of,
                          ampi_optimizers[d->kind].name);
     return AMP_OK;
 }
@@ -23034,8 +23098,8 @@ static amp_result ampi_check_read(const amp_optimizer_desc *d) {
     size_t i;
     for (i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].odd && !(row->reads & fields[i].readers))
-            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".%s is given, and %s does not read it",
-                             fields[i].name, row->name);
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                             ".%s is given, and %s does not read it: set it to 0", fields[i].name, row->name);
     return AMP_OK;
 }
 
@@ -23043,11 +23107,12 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     const char *f = "amp_optimizer_create";
     int given = ampi_is_given(d->outer_lr) || ampi_is_given(d->outer_momentum) || d->sync_wire != AMP_DTYPE_DEFAULT;
     if (d->sync_every == 0 && given)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".outer_lr, .outer_momentum or .sync_wire is given, but not .sync_every");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".outer_lr, .outer_momentum or .sync_wire is given, but not .sync_every: "
+                         "set that too, or none of them");
     if (d->sync_every == 0) return AMP_OK;
     if (d->sharded)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".sync_every needs the same parameters on all ranks, .sharded says they "
-                         "differ");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".sync_every is for ranks with the same parameters, and .sharded says "
+                         "that they differ: set one of them");
     if (d->sync_wire != AMP_F32 && d->sync_wire != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, f, ".sync_wire = %s, must be fp32 or bf16", amp_dtype_name(d->sync_wire));
     return AMP_OK;
@@ -23085,11 +23150,11 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     AMPI_TRY(ampi_check_outer(d));
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov is set: .momentum must be above 0, and .dampening 0");
     if (d->wire != AMP_F32 && d->wire != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, ".wire = %s, must be fp32 or bf16", amp_dtype_name(d->wire));
     if (d->shard >= AMP_SHARD_STATES && (d->sharded || d->clip_each || d->sync_every > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = %s does not go with .%s",
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = %s must not be set with .%s",
                          d->shard == AMP_SHARD_STATES ? "AMP_SHARD_STATES" : "AMP_SHARD_GRADIENTS",
                          d->sharded        ? "sharded, where ranks have other parameters"
                          : d->clip_each    ? "clip_each, which needs all of the sum so far"
@@ -23098,7 +23163,7 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".overlap_param_gather %s",
                          d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
-        return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
+        return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative: both must be 0 or more");
     AMPI_TRY(ampi_need(function, d->params, ".params"));
     if (d->n_groups > 0 && d->groups == NULL)
         return ampi_fail(AMP_ERR_NULL, function, ".groups is NULL with .n_groups = %lld: set both or neither",
@@ -23189,14 +23254,14 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         narrow += o->set->rows[i].weight_dtype != AMP_F32;
         if (o->set->rows[i].master_kind == AMP_MASTER_REMAINDER && o->set->rows[i].weight_dtype != AMP_BF16)
-            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
-                             "%s: .master = AMP_MASTER_REMAINDER needs a bf16 weight, this one is %s",
-                             o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s: .master = AMP_MASTER_REMAINDER is for bf16 "
+                             "weights, and this one is %s: set another .master", o->set->names[i],
+                             amp_dtype_name(o->set->rows[i].weight_dtype));
     }
     if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC))
         return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, but all are fp32: "
-                     "levels O2 and O3 store them in 16 bits",
+                     "set level O2 or O3 of the context, which store weights in 16 bits, or no .master",
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
@@ -23433,9 +23498,10 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
     AMPI_TRY(ampi_may_exchange(o->amp, function));
     if (o->amp->trials > 0)
         return ampi_fail(AMP_ERR_STATE, function, "a parameter gets a gradient inside amp_verify, amp_gradcheck or "
-                         "amp_tune, whose steps are trials: unfreeze it before");
+                         "amp_tune, whose steps are trials: it must be unfrozen before");
     if (o->set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the gradients were checked, and are not used yet: call amp_step first");
     return ampi_check_newcomers(o->set, function, live);
 }
 
@@ -23560,8 +23626,9 @@ static amp_result ampi_check_masters(const amp_context *amp, const amp_param *pa
         set = ((const amp_optimizer *)(const void *)object)->set;
         for (i = 0; i < set->n && result == AMP_OK; i++)
             if (set->rows[i].master != NULL && set->params[i] >= params && set->params[i] < params + n)
-                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
-                                   "destroy that first", set->names[i]);
+                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                                   "%s has its master in another optimizer, which must be destroyed first",
+                                   set->names[i]);
     }
     ampi_unlock(amp);
     return result;
@@ -23583,8 +23650,9 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".shard = AMP_SHARD_GRADIENTS: %s keeps memory "
                          "of gradients; use AMP_SHARD_STATES", !AMPI_DISCARDS ? "this system" : amp->backend->name);
     if (d.overlap_param_gather && !amp->backend->host_visible)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
-                         "weights in the step", amp->backend->name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create",
+                         ".overlap_param_gather: the %s backend gathers weights in the step: set it to 0",
+                         amp->backend->name);
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_check_groups(amp, &d));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
@@ -23682,8 +23750,9 @@ static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const am
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
     AMPI_TRY(amp_convert(scratch, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
     if (new_inf > 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s",
-                         p->name, (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight",
+                         "%s: %lld of %lld finite values become infinite in %s: use smaller values", p->name,
+                         (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
     if (row != NULL && ampi_has_remainder(row))
         return ampi_send_remainder(o, p->weight.data, n, row, row->first, values, (uint16_t *)scratch);
     AMPI_TRY(ampi_send(o->amp, p->weight.data, scratch, (size_t)n * amp_dtype_size(p->weight.dtype)));
@@ -23702,7 +23771,7 @@ AMP_API amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, amp_param 
     AMPI_TRY(ampi_alive(&o->object, f));
     for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
     if (i == o->desc.n_params)
-        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params",
+        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params: pass one of those",
                          param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_check_weights_of(f, param, 1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(o->amp)));
@@ -23779,7 +23848,7 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin",
-                             "an optimizer steps twice: a graph holds one step of each optimizer");
+                             "an optimizer steps twice: a graph must hold one step of each optimizer");
     AMPI_TRY(
         ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
@@ -23865,10 +23934,10 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
-        return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
+        return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer has stepped since the last update");
     AMPI_TRY(ampi_tape_is_whole(o->amp, function));
     if (ampi_tape_runs(o->amp, o->set->params, o->set->n))
-        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
+        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: call it after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     AMPI_TRY(ampi_check_by_hand(function, o));
     if (o->set->stage == AMPI_READY) AMPI_TRY((o->set->grow)(o->set, function));
@@ -24093,12 +24162,13 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     amp_result result;
     AMPI_TRY(ampi_need(f, amp, "amp"));
     backend = ampi_backend(amp, &dev, &stream);
-    if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
+    if (ampi_capture(amp) != NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already: call amp_graph_end first");
     if (backend->graph_begin == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: call the step without one",
                          backend->name);
     if (ampi_live_gradients(amp, 0))
-        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: step first, or drop them "
+        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: call amp_step first, or drop them "
                          "(amp_optimizer_zero_grad, amp_model_zero_grad)");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
@@ -24123,8 +24193,8 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                              "a set was checked without its amp_scaler_update: a graph holds both");
     for (i = 0; i < graph->n; i++)
         open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
-    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps; what "
-                            "they leave of another optimizer's gradients amp_optimizer_zero_grad drops")
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open, and a graph must hold whole "
+                            "steps; amp_optimizer_zero_grad drops what they leave of another optimizer's gradients")
                 : AMP_OK;
 }
 
@@ -24253,7 +24323,7 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
         return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch",
-                         "precision, overrides, seed or settings changed since its capture began");
+                         "the precision, an override, the seed or a setting has changed since the capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_check_apart(graph->optimizers[i]));
     AMPI_TRY(ampi_graph_numbers(graph));
@@ -24455,10 +24525,10 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     amp_result r;
     if (o->set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
-                         "the gradients were checked, and are not used yet: step first");
+                         "the gradients were checked, and are not used yet: call amp_step first");
     if (o->set->buckets != NULL && o->set->buckets->posted > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
-                         "the gradients are being summed over the ranks: step first");
+                         "the gradients are being summed over the ranks: call amp_step first");
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));
     for (i = 0; i < o->set->n; i++) live[i] = o->set->params[i]->grad_live != 0;
     r = ampi_put(state, prefix, "live", -1, AMP_U8, live, o->set->n);
@@ -24751,7 +24821,7 @@ static amp_result ampi_check_both(const ampi_archive *r, const char *name, const
     if (ampi_saved_count(r->from, r->prefix, name, -1, NULL) >= 0 ||
         ampi_saved_count(r->from, r->prefix, other, -1, NULL) < 0)
         return AMP_OK;
-    return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s.%s, but %s.%s", r->prefix, name,
+    return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s.%s, but %s.%s", r->prefix, name,
                      r->prefix, other);
 }
 /* A list of names; there may be none.  To be freed: *bytes. */
@@ -24812,7 +24882,7 @@ static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
     amp_result result;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, "names", -1));
     if (amp_state_count(r->from, key, NULL) < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s", key);
     result = ampi_load_text(r, "names", &saved, &bytes);
     if (result == AMP_OK) result = ampi_check_both(r, "frozen", "counts");
     if (result == AMP_OK) result = ampi_load_text(r, "frozen", &frozen, &frozen_bytes);
@@ -24831,7 +24901,7 @@ static amp_result ampi_compare_shape(const ampi_archive *r, const int64_t *saved
         k = r->rows[i];
         if (k < 0) continue;
         if (saved[2 * k] != shape[2 * i])
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name,
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, and %lld were saved", name,
                              (long long)shape[2 * i], (long long)saved[2 * k]);
         if (saved[2 * k + 1] != shape[2 * i + 1])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
@@ -24863,7 +24933,8 @@ static amp_result ampi_check_array(const ampi_archive *r, const char *name, int6
     AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, name, ampi_saved_row(r, i)));
     n = amp_state_count(r->from, key, &dtype);
     if (n < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, r->o->set->names[i]);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s for %s", key,
+                         r->o->set->names[i]);
     if (n == count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
                      r->o->set->names[i], key, (long long)n,
@@ -24916,10 +24987,11 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                                                  : micro > 0 || live       ? "in the middle of a cycle"
                                                                            : "between two outer steps";
     if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks",
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks: set the same",
                          saved[AMPI_CYCLE_SHARDED] ? "with" : "without", (long long)saved[AMPI_CYCLE_WORLD]);
     if (micro > 0 && saved[AMPI_CYCLE_ACCUMULATION] != own[AMPI_CYCLE_ACCUMULATION])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld",
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "saved after %lld of %lld micro-batches, and .accumulation is %lld: set the same",
                          (long long)micro, (long long)saved[AMPI_CYCLE_ACCUMULATION],
                          (long long)own[AMPI_CYCLE_ACCUMULATION]);
     if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED] && !period) ||
@@ -24939,7 +25011,7 @@ static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int peri
         for (i = 0; i < r->n_saved; i++) live[i] = micro > 0 && ampi_has_record(r->from, r->prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                         "saved in the middle of a cycle, by a rank it does not name");
+                         "saved in the middle of a cycle, by a rank that the state does not name");
     }
     AMPI_TRY(ampi_get(r->from, r->prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
     AMPI_TRY(ampi_get(r->from, r->prefix, "live", -1, AMP_U8, live, r->n_saved));
@@ -24994,14 +25066,16 @@ static amp_result ampi_load_part(const ampi_archive *r) {
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
     if (n->kind != (int64_t)o->desc.kind)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s",
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by an optimizer of kind %s: set the same .kind",
                          ampi_optimizers[n->kind < AMPI_OPTIMIZERS ? n->kind : 0].name);
     if (n->micro >= o->desc.accumulation)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
-                         (long long)n->micro, o->desc.accumulation);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                         "saved after %lld micro-batches, and .accumulation is %d: set it to more", (long long)n->micro,
+                         o->desc.accumulation);
     if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts ||
         n->skips != n->attempts - n->step)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load",
+                         "the saved counters contradict each other: load an earlier state");
     AMPI_TRY(ampi_check_lr("amp_optimizer_load", "the saved lr", &o->desc, n->lr));
     return AMP_OK;
 }
@@ -25042,7 +25116,8 @@ static amp_result ampi_load_kernels(ampi_loading *l) {
     if (!ampi_has_record(r->from, r->prefix, "kernels", -1)) return AMP_OK;
     AMPI_TRY(ampi_get(r->from, r->prefix, "kernels", -1, AMP_I32, l->kernels, 2));
     if (l->kernels[0] >= 0 && l->kernels[0] < AMP_CPU_PATHS && ampi_is_compute((amp_dtype)l->kernels[1])) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "%s.kernels = %d, %d: no CPU path and dtype", r->prefix,
+    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load",
+                     "%s.kernels = %d, %d, must be a CPU path and a dtype: load an earlier state", r->prefix,
                      l->kernels[0], l->kernels[1]);
 }
 /* Goes on as the state was trained, or says what is otherwise. */
@@ -25085,7 +25160,8 @@ static amp_result ampi_load_steps(ampi_loading *l) {
         l->steps[i].beta2_power = powers[2 * i + 1];
         if (counts[i] < 0 || counts[i] > l->numbers.step || !ampi_is_share(powers[2 * i]) ||
             !ampi_is_share(powers[2 * i + 1]))
-            result = ampi_fail(AMP_ERR_RANGE, f, "the saved steps of row %lld (%lld, %g, %g) are out of range",
+            result = ampi_fail(AMP_ERR_RANGE, f,
+                               "the saved steps of row %lld (%lld, %g, %g) are out of range: load an earlier state",
                                (long long)i, (long long)counts[i], powers[2 * i], powers[2 * i + 1]);
     }
     ampi_free(s, powers, 2 * n, sizeof *powers);
@@ -25224,7 +25300,7 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
     s->lr = ampi_or(s->lr, 0);
     if ((s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)) || (s->timescale > 0 && !(row->reads & AMPI_READS_TIME)) ||
         ((s->decay > 0 || s->decay_kind != AMP_SCHEDULE_DEFAULT) && !(row->reads & AMPI_READS_DECAY)))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it",
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it: set it to 0",
                          s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)         ? "min_lr"
                          : s->timescale > 0 && !(row->reads & AMPI_READS_TIME) ? "timescale"
                          : s->decay > 0                                        ? "decay"
@@ -25235,7 +25311,8 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
     if (s->timescale == 0) s->timescale = s->warmup > 0 ? s->warmup : 10000;
     if (s->kind == AMP_SCHEDULE_WSD && s->decay == 0) s->decay = AMPI_MAX(s->steps / 5, (int64_t)1);
     if (s->steps > 0 && (s->decay > s->steps || s->warmup > s->steps - s->decay))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".warmup = %lld and .decay = %lld are longer than .steps = %lld",
+        return ampi_fail(AMP_ERR_CONFLICT, function,
+                         ".warmup = %lld and .decay = %lld together must be at most .steps = %lld",
                          (long long)s->warmup, (long long)s->decay, (long long)s->steps);
     if (s->decay_kind == AMP_SCHEDULE_DEFAULT) s->decay_kind = s->kind;
     if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
@@ -25543,8 +25620,8 @@ static amp_result ampi_hook_ranks_join(amp_context *amp) {
     if (seat->ranks->broken[0] != 0)
         result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
     else if (seat->state == AMPI_SEAT_TAKEN)
-        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reducer: rank %d has an open context already",
-                           (int)seat->rank);
+        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                           ".reducer: rank %d has an open context already: each rank must open one", (int)seat->rank);
     else {
         seat->state = AMPI_SEAT_TAKEN;
         seat->ranks->holders++;
@@ -25630,7 +25707,7 @@ static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *
     const char *why = ampi_reducer_why(r);
     char text[80];
     if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: your callback returned %d, must return 0", (int)r->rank,
                      ampi_exchange_text(e, text, sizeof text), code);
 }
 static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
@@ -25843,8 +25920,8 @@ static amp_result ampi_hook_ranks_open(amp_context *amp) {
     int i, code;
     if (!amp->desc.reduce_on_device || r->world == 1) return AMP_OK;
     if (b->communicator == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
-                         b->name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
+                         ".reduce_on_device: the %s backend has no way between ranks: set it to 0", b->name);
     memset(id, 0, sizeof id);
     result = (b->communicator_id)(amp->dev, r->rank == 0 ? id : NULL);
     for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
@@ -25878,7 +25955,8 @@ static int ampi_ranks_code(amp_context *amp, int code) {
     double failed = code != 0;
     amp_result result = ampi_ranks_most(amp, &failed, 1);
     if (result != AMP_OK || code != 0) return result != AMP_OK ? (int)result : code;
-    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer", "it failed on another rank") : 0;
+    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer",
+                                       "it failed on another rank, whose own error says why") : 0;
 }
 static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
     return (amp_result)ampi_ranks_code(amp, (int)result);
@@ -26281,7 +26359,8 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     int64_t i;
     int counts = whole && b->amp->trials == 0;
     if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
-        return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
+        return ampi_fail(AMP_ERR_STATE, "reducer",
+                         "a child of fork() has no part in its parent's ranks: create ranks of its own");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
     start = ampi_seconds(b->amp);
     pthread_mutex_lock(&b->lock);
@@ -26395,7 +26474,8 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
         return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
                          "load a state: %.300s", why);
     if (!left || parent) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "a child of fork() has no part in its parent's ranks");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "a child of fork() has no part in its parent's ranks: create ranks of its own");
 }
 
 /* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
@@ -26815,7 +26895,8 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
         return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
     if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
         return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
-                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
+                         "group than rank 0's: all ranks must have the same", (long long)i, name ? name : "unnamed",
+                         (int)apart.rank);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
@@ -26841,9 +26922,9 @@ static amp_result ampi_agree_apart(const ampi_common *c) {
         for (r = 1; r < world && result == AMP_OK; r++)
             for (q = 0; q < r && result == AMP_OK; q++)
                 if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
-                    result = ampi_fail(AMP_ERR_REDUCE, "reducer", "ranks %d and %d share a %s of %s; each needs a "
-                                       "model of its own", (int)q, (int)r, i % 2 ? "gradient" : "weight",
-                                       set->names[i / 2]);
+                    result = ampi_fail(AMP_ERR_REDUCE, "reducer",
+                                       "ranks %d and %d share a %s of %s: each rank must have a model of its own",
+                                       (int)q, (int)r, i % 2 ? "gradient" : "weight", set->names[i / 2]);
     ampi_free(s, all, world * n, sizeof *all);
     return result;
 }
@@ -26910,7 +26991,7 @@ static amp_result ampi_set_drop_sums(amp_grad_set *set) {
 static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
     AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
-                     "dropped; run backward for a whole cycle");
+                     "dropped: call backward for a whole cycle");
 }
 
 /* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
@@ -27136,7 +27217,7 @@ static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_r
     AMPI_TRY(ampi_largest(amp, &failed));
     memcpy(ampi_error_text, why, sizeof why);
     if (own != AMP_OK || !ampi_is_set(failed)) return own;
-    return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and says why");
+    return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and its own error says why");
 }
 
 /* Behind the two numbers are the sums of the ranks' files, which those of 0.1.0 do not have. */
@@ -27146,7 +27227,7 @@ enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
 static amp_result ampi_index_path(char *path, size_t size, const char *of, int64_t save, int64_t rank) {
     int n = snprintf(path, size, "%s.%lld.%lld", of, (long long)save, (long long)rank);
     if (n > 0 && (size_t)n < size) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long");
+    return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long: use a shorter one");
 }
 static int64_t ampi_index_number(const ampi_record *index, int64_t i) {
     int64_t number;
@@ -27286,8 +27367,8 @@ static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int6
     for (whose[1] = world; whose[0] < world && done >= 0; whose[0]++)
         done = ampi_join_one(parts[whose[0]], whose, k, done, all, like);
     r = done != k->count
-            ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of %lld ranks do not make one of %lld elements", like->key,
-                        (long long)world, (long long)k->count)
+            ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of its %lld ranks do not have %lld elements together",
+                        like->key, (long long)world, (long long)k->count)
             : amp_state_put(out, like->key, like->dtype, all, n);
     ampi_free(&out->system, all, n, amp_dtype_size(like->dtype));
     return r;
@@ -27317,7 +27398,8 @@ static amp_result ampi_load_rank(const amp_system *system, const char *path, con
     AMPI_TRY(ampi_state_read(out, system, part, &sum));
     if (index->count == AMPI_INDEX || sum == ampi_index_number(index, AMPI_INDEX + rank)) return AMP_OK;
     amp_state_destroy(*out);
-    return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks", "%s is of another save than %s", part, path);
+    return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks",
+                     "%s was written by another save than %s: all files of a save must stay together", part, path);
 }
 static amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
@@ -27624,8 +27706,9 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
     if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
     if (*got >= 0)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes",
-                         f->path, (long long)(offset + *got), (long long)f->bytes);
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name,
+                         "%s ended at offset %lld, and had %lld bytes when it was opened", f->path,
+                         (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }
@@ -27645,8 +27728,9 @@ static amp_result ampi_data_check_size(const ampi_data_file *f) {
 static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64_t n) {
     uint32_t magic, version, known;
     if (n < AMPI_LLMC_HEADER)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, an llm.c header has %d",
-                         f->path, (long long)f->bytes, AMPI_LLMC_HEADER);
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name,
+                         "%s has %lld bytes, and an llm.c header alone has %d", f->path, (long long)f->bytes,
+                         AMPI_LLMC_HEADER);
     magic = ampi_le32(head);
     version = ampi_le32(head + 4);
     if (magic != 20240520u && magic != 20240801u)
@@ -27778,7 +27862,7 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
     if (npy.start > n || !ampi_npy_dict(&text, &npy) || npy.dims < 1 || (npy.fortran && npy.dims > 1) ||
         (tokens && npy.dims != 1))
         return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
-                         "%s: the header is not that of a%s plain array in C order", f->path,
+                         "%s: its header must be that of a%s plain array in C order", f->path,
                          tokens ? " one-dimensional" : "");
     f->dtype = ampi_npy_dtype(npy.descr, tokens);
     if (f->dtype == AMP_DTYPE_DEFAULT)
@@ -27788,8 +27872,8 @@ static amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_
     f->count = npy.shape[0];
     for (i = 1, f->row = 1; i < npy.dims; i++) {
         if (npy.shape[i] == 0 || npy.shape[i] > ((int64_t)1 << 40) / f->row)
-            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: dimension %d is %lld", f->path, i,
-                             (long long)npy.shape[i]);
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: dimension %d is %lld, must be 0 or more",
+                             f->path, i, (long long)npy.shape[i]);
         f->row *= npy.shape[i];
     }
     return ampi_data_check_size(f);
@@ -28013,8 +28097,9 @@ static amp_result ampi_loader_count_tokens(amp_loader *l) {
     int64_t i, at = 0;
     for (i = 0; i < l->n_files; i++) {
         if (l->files[i].format != l->files[0].format || l->files[i].dtype != l->files[0].dtype)
-            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s and %s are of different formats",
-                             l->files[0].path, l->files[i].path);
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
+                             "%s and %s are of different formats: all files must be of one", l->files[0].path,
+                             l->files[i].path);
         l->tokens += l->files[i].count;
     }
     l->desc.format = l->files[0].format;
@@ -28041,7 +28126,8 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     for (i = 0; i < l->n_files; i++) {
         ampi_data_file *f = l->files + i;
         if (f->count != l->files[0].count)
-            return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, "%s has %lld rows, %s has %lld", l->files[0].path,
+            return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                             "%s has %lld rows, and %s has %lld: all must have the same number", l->files[0].path,
                              (long long)l->files[0].count, f->path, (long long)f->count);
         l->source.fields[i].dtype = f->dtype;
         l->source.fields[i].count = f->row;
@@ -28089,7 +28175,8 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     if (t->data == NULL)
         return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data: set its .data", i);
     if (!ampi_has_memory(t->dtype))
-        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".tensors[%d].dtype = %s, which no array can have", i,
+        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name,
+                         ".tensors[%d].dtype = %s, which no array can have: use the dtype of its elements", i,
                          amp_dtype_name(t->dtype));
     if (amp_tensor_count(t) < 1)
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
@@ -28099,12 +28186,14 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     row = *t;
     row.shape[0] = 1;
     if (!ampi_is_contiguous(&row))
-        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d]: its rows are not contiguous", i);
-    if (fabs((double)t->stride[0]) * (double)t->shape[0] > AMPI_STRIDES_MOST)
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
-                         ".tensors[%d] has stride %lld, which exceeds any memory", i, (long long)t->stride[0]);
+                         ".tensors[%d]: its rows are not contiguous: each row must be", i);
+    if (fabs((double)t->stride[0]) * (double)t->shape[0] > AMPI_STRIDES_MOST)
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d] has stride %lld, which exceeds any "
+                         "memory: use the distance of its rows in elements", i, (long long)t->stride[0]);
     if (t->shape[0] != l->tensors[0].shape[0])
-        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[0] has %lld rows, .tensors[%d] has %lld",
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                         ".tensors[0] has %lld rows, .tensors[%d] has %lld: all must have the same number",
                          (long long)l->tensors[0].shape[0], i, (long long)t->shape[0]);
     if (!l->backend->host_visible) AMPI_TRY((l->backend->memory_kind)(l->dev, t->data, &kind));
     if (kind == AMP_MEMORY_DEVICE || kind == AMP_MEMORY_OTHER_DEVICE)
@@ -28178,10 +28267,10 @@ static amp_result ampi_loader_open(amp_loader *l) {
     l->whole = per_rank / d->batch;
     l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
     if (l->batches < 1)
-        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, "%s: %lld samples are less than one batch of %lld%s",
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
+                         "%s: %lld samples are less than one batch of %lld%s: set a smaller .batch",
                          l->n_files > 0 ? l->files[0].path : d->tensors != NULL ? ".tensors" : "callback",
-                         (long long)l->samples, (long long)d->batch,
-                         d->world > 1 ? " on each rank" : "");
+                         (long long)l->samples, (long long)d->batch, d->world > 1 ? " on each rank" : "");
     l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
     return AMP_OK;
 }
@@ -28256,8 +28345,9 @@ static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int6
     if (got < 0)
         return ampi_fail(AMP_ERR_READ, "amp_loader_next", "worker %d: %s: %s at offset %lld", w->id, f->path,
                          strerror((int)-got), (long long)offset);
-    return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next", "worker %d: %s ended at offset %lld, it had %lld bytes",
-                     w->id, f->path, (long long)(offset + got), (long long)f->bytes);
+    return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next",
+                     "worker %d: %s ended at offset %lld, and had %lld bytes when it was opened", w->id, f->path,
+                     (long long)(offset + got), (long long)f->bytes);
 }
 
 /* *data = bytes of a file, valid until the next call. */
@@ -28485,7 +28575,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         ampi_callout_end(out);
         error[sizeof error - 1] = 0;
         if (failed != 0)
-            return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
+            return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: your callback returned %d: %s",
                              w->id, (long long)what.sample, failed, error);
         for (k = 0; k < l->source.n_fields; k++)
             if (ampi_field_is_cast(l, k))
@@ -28552,14 +28642,15 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
     const ampi_worker *w = l->workers + id;
     long long offset = (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED);
     if (l->kind == AMPI_FROM_CALLBACK)
-        return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d is in the callback with sample %lld",
-                         l->desc.timeout_ms, id, offset);
-    return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d reads %s at offset %lld",
+        return ampi_fail(AMP_ERR_TIMEOUT, function,
+                         "%d ms have passed, and worker %d is in your callback with sample %lld", l->desc.timeout_ms,
+                         id, offset);
+    return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, and worker %d reads %s at offset %lld",
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
 static amp_result ampi_stopped(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped");
+    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
 }
 
 /* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
@@ -28694,7 +28785,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
         return o->result;
     }
     file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
-    (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
+    (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed while opening %s", l->desc.timeout_ms,
                     file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
     ampi_thread_detach(&l->system, o->thread);
     return AMP_ERR_TIMEOUT;
@@ -28712,8 +28803,8 @@ static void ampi_worker_died(void *arg) {
         l->lost++;
         w->exited = 1;
         ampi_queue_store(l, ampi_slot_of(l, w->number),
-                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                                   "worker %d: a callback ended its thread, at sample or offset %lld", w->id,
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: your callback ended its thread, at "
+                                   "sample or offset %lld: it must return", w->id,
                                    (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
         pthread_cond_broadcast(&l->ready);
     }
@@ -28808,7 +28899,8 @@ static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
     if (ampi_is_within(l, here))
-        return ampi_fail(AMP_ERR_STATE, function, "called from within this loader's own read, which it would wait for");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "called from within this loader's own read, which it would wait for: call it elsewhere");
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
@@ -28886,7 +28978,8 @@ static amp_result ampi_loader_layout(amp_loader *l) {
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
         if ((int64_t)bytes > PTRDIFF_MAX / 8 - AMPI_SLOT_ALIGN - l->slot_bytes)
-            return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name, "a batch");
+            return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name,
+                             "a batch has more bytes than any memory holds: set a smaller .batch");
         l->slot_bytes = (l->slot_bytes + (int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN;
     }
     AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth + (l->narrow && l->desc.last_batch == AMP_LAST_PAD),
@@ -29228,7 +29321,7 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     int64_t number = l->consumed, start, i;
     int stop;
     if (number >= l->end)
-        return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over",
+        return ampi_fail(AMP_ERR_END, "amp_loader_next", "all %lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
     pthread_mutex_lock(&l->lock);
@@ -29291,9 +29384,9 @@ AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) 
     AMPI_TRY(ampi_need_object("amp_loader_seek", l, "loader"));
     if (epoch < 0 || index < 0 || index >= l->batches || epoch > (INT64_MAX - index) / l->batches ||
         epoch * l->batches + index > l->end)
-        return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek",
-                         "epoch = %lld, index = %lld; an epoch has %lld batches, and .epochs is %lld", (long long)epoch,
-                         (long long)index, (long long)l->batches, (long long)l->desc.epochs);
+        return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek", "epoch = %lld, index = %lld must be within the data: an "
+                         "epoch has %lld batches, and .epochs is %lld", (long long)epoch, (long long)index,
+                         (long long)l->batches, (long long)l->desc.epochs);
     return ampi_loader_move(l, epoch * l->batches + index, "amp_loader_seek", AMPI_STACK);
 }
 
@@ -29369,7 +29462,8 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
     AMPI_TRY(ampi_as("amp_loader_load", amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT)));
     ampi_loader_position(l, own);
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
+                         "\"%s\" was saved with .batch = %lld and .world = %lld, which must be 1 or more", key,
                          (long long)saved[4], (long long)saved[7]);
     saved[4] *= saved[7];           /* the samples of a step: the number of ranks may change */
     own[4] *= own[7];
@@ -29379,7 +29473,8 @@ AMP_API amp_result amp_loader_load(amp_loader *l, const amp_state *state, const 
             return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "the %s was %lld when \"%s\" was saved, and is %lld",
                              names[i], (long long)saved[i], key, (long long)own[i]);
     if (saved[0] < 0 || saved[1] < 0 || saved[1] >= l->batches || saved[0] > (INT64_MAX - saved[1]) / l->batches)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": epoch %lld, index %lld of %lld", key,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
+                         "\"%s\" is at epoch %lld, batch %lld of %lld: no such place is in this data", key,
                          (long long)saved[0], (long long)saved[1], (long long)l->batches);
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load", AMPI_STACK);
 }
@@ -29710,7 +29805,7 @@ static amp_result ampi_setting_set(amp_settings *s, const ampi_origin *from, con
     snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
     ampi_setting_allowed(k, allowed, sizeof allowed);
     if (left_out != NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it; drop the setting",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it: it must not be set",
                          ampi_origin_text(from, k->key, strlen(k->key), label), shown, left_out);
     return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s",
                      ampi_origin_text(from, k->key, strlen(k->key), label), n > 0 ? shown : "(nothing)", allowed);
@@ -29889,7 +29984,7 @@ static amp_result ampi_settings_check_fields(const char *f, const amp_settings *
         if (fits && left_out == NULL) continue;
         ampi_setting_text(k, value, shown);
         if (left_out != NULL)
-            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it; drop the setting", k->key,
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it: it must not be set", k->key,
                              shown, left_out);
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
@@ -30094,16 +30189,17 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
     if (asked == 0 || asked == in_force) return AMP_OK;
     ampi_setting_text(k, asked, a);
     ampi_setting_text(k, in_force, b);
-    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, but %s is in force: it cannot change during training", key, a,
-                     b);
+    return ampi_fail(AMP_ERR_CONFLICT, f,
+                     "%s = %s, but %s is in force, and it cannot change during training: set it before amp_open", key,
+                     a, b);
 }
 
 static amp_result ampi_settings_rates(const char *f, const amp_settings *s, const amp_context *amp) {
     amp_machine asked = amp->machine;
     AMPI_TRY(ampi_rates_take(f, &asked, s->rates));
     if (memcmp(asked.rates, amp->machine.rates, sizeof asked.rates) == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, f, "rates = %.80s, but others are in force: they cannot change during training",
-                     s->rates);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "rates = %.80s, but others are in force, and they cannot change during "
+                     "training: set them before amp_open", s->rates);
 }
 
 /* What settings change: the dtypes of the context and of its regions, and the scaler. */
@@ -30118,17 +30214,15 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context",
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context: pass one of this context",
                          scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
     if (scaler != NULL && scaler->checked)
         return ampi_fail(AMP_ERR_STATE, f,
                          "gradients were checked since the last update: call amp_scaler_update first");
     for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
         if (optimizer->set->params[i]->grad_live)
-            return ampi_fail(
-                AMP_ERR_STATE, f,
-                "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation",
-                optimizer->set->names[i]);
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: call amp_step first, or "
+                             "amp_optimizer_set_accumulation, which drops it", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -30180,7 +30274,7 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     if (monitor != NULL) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "AMP_NO_WATCH left monitors out: pass NULL");
 #else
     if (monitor != NULL && monitor->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context: pass one of this context");
 #endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &to));
     AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, to.regions.dtype));
@@ -31097,7 +31191,8 @@ static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
     if (m->epoch.steps == 0)
-        return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch",
+                         "epoch %lld has no steps: call amp_monitor_step after each step", (long long)m->epochs);
     memset(&memory, 0, sizeof memory);
     ampi_memory_counted(m->amp, &memory);
     m->epoch.peak = memory.peak;
@@ -31169,9 +31264,11 @@ static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".optimizer or .scaler belongs to another context: both must belong to this one");
     AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
-    if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
+    if (d->path != NULL && d->path[0] == 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".path is empty: set it to a file's name, or to NULL for no file");
     return AMP_OK;
 }
 
@@ -31299,7 +31396,7 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     if (d->scaler != NULL && d->scaler->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context: create it in this one");
     AMPI_TRY(ampi_check_params(f, d->params, d->n_params, gradients));
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
@@ -31744,13 +31841,14 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     if (s != NULL) AMPI_TRY(ampi_alive(&s->object, function));
     if (d->loader != NULL) AMPI_TRY(ampi_alive(&d->loader->object, function));
     if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context",
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context: pass one of this context",
                          o != NULL && o->amp != amp ? "optimizer" : "scaler");
     if (d->settings && ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked)))
         return ampi_fail(AMP_ERR_STATE, function,
                          "gradients were checked since the last update: call amp_scaler_update first");
     if (o != NULL && o->set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the gradients were checked, and are not used yet: call amp_step first");
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
@@ -32064,7 +32162,7 @@ static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward
     ampi_tape_unlive(w->tape);
     AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
     if (amp_tensor_count(&t) != 1 || t.dtype != AMP_F32)
-        return ampi_fail(AMP_ERR_SHAPE, "amp_tape_finish", "what .record returns is not a loss");
+        return ampi_fail(AMP_ERR_SHAPE, "amp_tape_finish", ".record must return a loss");
     return amp_copy(amp, w->numbers, t.data, sizeof(float), AMP_COPY_ON_DEVICE);
 }
 static int ampi_taped_step(void *user, amp_context *amp) {
@@ -32096,7 +32194,7 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
-    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and a step are both given");
+    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .step are both given: set one of them");
     w->record = record;
     w->user = user;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &numbers, 2 * (int64_t)sizeof(float))));
@@ -32141,7 +32239,8 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
     int64_t n, i;
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->forward != NULL || d->backward != NULL));
     if (d->outputs != NULL || d->output_grads != NULL || d->n_outputs != 0)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .outputs are both given: its loss is the output");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".record and .outputs are both given: set one of them, as the loss of .record is the output");
     d->outputs = &w->loss; d->output_grads = &w->seed;
     d->n_outputs = 1;
     d->forward = ampi_taped_forward; d->backward = ampi_taped_backward;
@@ -32252,7 +32351,8 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
         return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
     if (bad != NULL)
-        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name,
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify",
+                         "%s%s is infinite or NaN in fp32 already: the step must be finite in fp32 first", bad->name,
                          bad->gradient ? "'s gradient" : "");
     ampi_verify_norms(v);
     for (i = 0; i < v->n; i++) {
@@ -32281,8 +32381,8 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
                              "the step fails in fp32 with weights changed by a rounding, with %d: %s", v->code, v->why);
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad != NULL)
-            return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "%s is infinite or NaN in fp32 with weights changed by a rounding", bad->name);
+            return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 with weights changed by a "
+                             "rounding: the step must be stable in fp32 first", bad->name);
         for (i = 0; i < v->n; i++)
             *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
     }
@@ -32427,7 +32527,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
                              amp_dtype_name(d->dtypes[i]), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (ampi_settings(amp)->level == AMP_LEVEL_O0)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         "level O0 computes in fp32: open the context at another level to see other precisions");
+                         "level O0 computes in fp32 only: set another level in amp_desc to see other precisions");
     AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     return ampi_check_params(f, d->params, d->n_params, &ignored);
@@ -32602,14 +32702,14 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
         amp_memory_kind place;
         if (ranges[i].count == 0) continue;
         if (ranges[i].data == NULL || ranges[i].count < 0)
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
+            return ampi_fail(AMP_ERR_SHAPE, f,
+                             "%s, number %lld, has no data or a negative count: set .data, and .count to 0 or more",
+                             name, (long long)i);
         AMPI_TRY(ampi_as(f, (backend->memory_kind)(dev, ranges[i].data, &place)));
         if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE ||
             (place == AMP_MEMORY_HOST && !backend->host_visible))
-            return ampi_fail(AMP_ERR_DEVICE, f,
-                             "%s, number %lld, is in %s, which this context's kernels cannot read: amp_copy it to "
-                             "memory from amp_alloc",
-                             name, (long long)i, ampi_memory_kind_word(place));
+            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, is in %s, which this context's kernels cannot read: "
+                             "use memory of amp_alloc", name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
             ampi_log(amp, AMP_LOG_WARNING, 1306, "%s is in pinned host memory: kernels read it over the bus", name);
     }
@@ -32692,8 +32792,9 @@ static amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64_t output)
             for (i = 0; i < m; i++) {
                 double wy = ampi_gradcheck_weight(c, output, first + k + i) * (double)row[i];
                 if (!amp_is_finite_f32(&row[i]))
-                    return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of output %s is infinite or NaN",
-                                     (long long)(first + k + i), y->name ? y->name : "?");
+                    return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of output %s is infinite or NaN: "
+                                     "the forward must be finite with these inputs", (long long)(first + k + i),
+                                     y->name ? y->name : "?");
                 c->loss += wy;
                 c->squares += wy * wy;
             }
@@ -32730,8 +32831,8 @@ static amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, fl
     if (g->count > 0) AMPI_TRY(ampi_fetch(c->amp, out, g->data, (size_t)g->count * 4));
     for (i = 0; i < g->count; i++)
         if (!amp_is_finite_f32(&out[i]))
-            return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of the gradient of %s is infinite or NaN",
-                             (long long)i, ampi_input_name(c, input));
+            return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of the gradient of %s is infinite or NaN: "
+                             "the backward must be finite with these inputs", (long long)i, ampi_input_name(c, input));
     return AMP_OK;
 }
 
@@ -32954,8 +33055,9 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
     for (i = 0; i < n; i++) {
         const char *name = values[i].name ? values[i].name : what;
         if (values[i].count != grads[i].count)
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s %lld has %lld elements, its gradient %lld", name, (long long)i,
-                             (long long)values[i].count, (long long)grads[i].count);
+            return ampi_fail(AMP_ERR_SHAPE, f,
+                             "%s %lld has %lld elements, and its gradient %lld: both must have the same number", name,
+                             (long long)i, (long long)values[i].count, (long long)grads[i].count);
         if (inputs ? values[i].dtype != AMP_F32 || grads[i].dtype != AMP_F32
                    : values[i].dtype == AMP_F64 || grads[i].dtype == AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld or its gradient is %s, must be %s", name, (long long)i,
@@ -33590,7 +33692,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
                              amp_dtype_name(t), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
         for (j = 0; j < i; j++)
             if (d->dtypes[j] == t)
-                return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+                return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice: it must have each dtype once",
+                                 amp_dtype_name(t));
     }
     return AMP_OK;
 }
@@ -33607,7 +33710,7 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     if (d->step == NULL && d->record == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step and .record are NULL: set one of them");
     if (d->step != NULL && d->record != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and a step are both given");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set one of them");
     AMPI_TRY(ampi_check_tune_dtypes(d));
     AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
     if (d->max_batch != 0 && d->max_batch < d->batch)
@@ -34451,7 +34554,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
     for (i = 0; i < AMPI_ADAPT_ALIKE; i++)
         if (x[i] > -x[AMPI_ADAPT_ALIKE + i])
             return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_step",
-                             "%s differs between ranks: load, freeze and step on all alike", names[i]);
+                             "%s differs between ranks: all must load, freeze and step alike", names[i]);
     for (i = 0; i < m->n; i++) AMPI_TRY(ampi_adapt_hear(m, &m->layers[i], layers + i * AMPI_TELL));
     return AMP_OK;
 }
@@ -34667,11 +34770,12 @@ static amp_result ampi_adapt_ladder(const amp_context *amp, amp_adapt *m) {
             return ampi_fail(AMP_ERR_DTYPE, f, ".ladder[%lld] = %s, must be fp8, then fp16 or bf16, then tf32 or fp32",
                              (long long)i, amp_dtype_name(m->ladder[i]));
         if (!ampi_adapt_has(amp, m->ladder[i], 0))
-            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".ladder[%lld] = %s, which %.64s lacks", (long long)i,
-                             amp_dtype_name(m->ladder[i]), amp->machine.device.name);
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".ladder[%lld] = %s, which %.64s lacks: use a dtype that it has",
+                             (long long)i, amp_dtype_name(m->ladder[i]), amp->machine.device.name);
     }
     if (m->ladder[m->desc.n_ladder - 1] == last) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, f, ".ladder ends in %s, but the context computes in %s: open it with that dtype",
+    return ampi_fail(AMP_ERR_CONFLICT, f,
+                     ".ladder ends in %s, but the context computes in %s: both must be the same dtype",
                      amp_dtype_name(m->ladder[m->desc.n_ladder - 1]), amp_dtype_name(last));
 }
 
@@ -34683,12 +34787,13 @@ static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_de
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     if (ampi_observing(amp) != NULL)
-        return ampi_fail(AMP_ERR_STATE, f, "this context has one already: destroy that first");
+        return ampi_fail(AMP_ERR_STATE, f, "this context has one already, which must be destroyed first");
     if (ampi_settings(amp)->level == AMP_LEVEL_O0 || ampi_settings(amp)->disable)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s, where overrides of layers have no effect",
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "%s, where overrides of layers have no effect: an amp_adapt must have a context where they do",
                          ampi_settings(amp)->disable ? "the context is disabled" : "the context is at level O0");
     if (d->scaler != NULL && d->scaler->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context: create it in this one");
     return AMP_OK;
 }
 
@@ -34700,11 +34805,14 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
         if (p->id == 0 || !ampi_is_known(m->amp, p))
-            return ampi_fail(AMP_ERR_STATE, "amp_adapt_create", "parameter %lld is not registered with this context",
+            return ampi_fail(AMP_ERR_STATE, "amp_adapt_create",
+                             "parameter %lld is not registered with this context: call amp_param_register first",
                              (long long)i);
         n += p->weight.ndim == 2;
     }
-    if (n == 0) return ampi_fail(AMP_ERR_SHAPE, "amp_adapt_create", "none of .params is a matrix");
+    if (n == 0)
+        return ampi_fail(AMP_ERR_SHAPE, "amp_adapt_create",
+                         "none of .params is a matrix: at least one must have two dimensions");
     AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->layers, n, sizeof *m->layers));
     m->n = n;
     AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->records, n + 64, sizeof *m->records));
@@ -35009,7 +35117,7 @@ static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, con
                              "matrix %lld was saved from another model; here it is %s [%lld, %lld]", (long long)i,
                              p->name, (long long)shape[1], (long long)shape[2]);
         if (!ampi_adapt_is_possible(m, s, i))
-            return ampi_fail(AMP_ERR_MISMATCH, f, "the record of %s is corrupt", p->name);
+            return ampi_fail(AMP_ERR_MISMATCH, f, "the record of %s is corrupt: load an earlier state", p->name);
     }
     return AMP_OK;
 }
@@ -35042,10 +35150,11 @@ static amp_result ampi_adapt_load(amp_adapt *m, const amp_state *state, const ch
     amp_result result = ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_adapt_saved, numbers), &numbers,
                                         1);
     if (result == AMP_ERR_RANGE)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "%s.adapt was not saved by an amp_adapt", prefix);
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "%s.adapt was not saved by an amp_adapt: pass the prefix of amp_adapt_save", prefix);
     AMPI_TRY(result);
     if (numbers.rungs != mine.rungs || memcmp(numbers.ladder, mine.ladder, sizeof mine.ladder) != 0)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved with another ladder (%lld dtypes from %s)",
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved with another .ladder (of %lld dtypes from %s): set the same",
                          (long long)numbers.rungs, amp_dtype_name((amp_dtype)numbers.ladder[0]));
     if (numbers.layers != m->n)
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved from another model: %lld matrices, here %lld",
@@ -35181,17 +35290,19 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
                              (long long)i, p->name ? p->name : "unnamed");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight))
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous, as it must be",
+                             p->name ? p->name : "?");
     }
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) ||
         (d->loader != NULL && d->loader->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context",
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context: create it in this one",
                          d->optimizer->amp != amp                     ? "optimizer"
                          : d->loader != NULL && d->loader->amp != amp ? "loader"
                                                                       : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->desc.sync_every > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer has .sync_every, whose ranks would go back alone");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".optimizer has .sync_every, whose ranks would go back alone: use an optimizer without it");
     if (d->optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create the recovery between steps",
                          d->optimizer->micro, d->optimizer->desc.accumulation);
@@ -35546,8 +35657,8 @@ static amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_even
     AMPI_TRY(ampi_need2("amp_recovery_memory", r, "recovery", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     if (ampi_world(r->amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and "
-                         "wait in their step: begin again with a smaller micro-batch on all", ampi_world(r->amp) - 1);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and wait in their "
+                         "step: all ranks must start again with a smaller micro-batch", ampi_world(r->amp) - 1);
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
@@ -35628,7 +35739,9 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
     result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
-    if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
+    if (result == AMP_ERR_RANGE)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery: pass the prefix of amp_recovery_save",
+                         key);
     if (result != AMP_OK) return result;
     recovery->halvings = r.halvings, recovery->fitted = r.fitted, recovery->failures = r.failures;
     recovery->doubled = r.doubled, recovery->retries = r.retries, recovery->streak = r.streak;
