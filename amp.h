@@ -353,7 +353,7 @@ AMP_API const char *amp_last_error(void);
     X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use a dtype that is accepted here") \
     X(AMP_ERR_VERSION,     105, "header and implementation differ", "rebuild every file against the same amp.h") \
     X(AMP_ERR_STATE,       106, "called in the wrong order", "the manual in amp.h gives the order of calls") \
-    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "check the spelling, and that no name is used twice") \
+    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "check the spelling of the name") \
     X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose a setting that this machine and backend support") \
     X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller sizes") \
     X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two") \
@@ -6082,12 +6082,13 @@ static amp_result ampi_temporary_open(const amp_system *s, const char *path, cha
     do {
         if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host,
                      (unsigned long long)ampi_posix_random()) >= (int)size)
-            return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
+            return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic",
+                             "the path has %zu bytes, which is too long: use a shorter one", strlen(path));
         error = ampi_file_open(s, name, 3, file);
     } while (error == -EEXIST && ++tries < 100);
     return error == 0 ? AMP_OK
-                      : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: cannot create a file beside it: %s", path,
-                                  strerror(-error));
+                      : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: no file could be made beside it: %s",
+                                  path, strerror(-error));
 }
 
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
@@ -6131,8 +6132,9 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
     int64_t in_use = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
         if (in_use >= AMPI_LONGEST_STREAM && size == -ESPIPE)
-            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file",
-                             path, (long long)in_use);
+            return ampi_fail(AMP_ERR_READ, "amp_file_read_all",
+                             "%s: no end after %lld bytes: it must be copied into a file first", path,
+                             (long long)in_use);
         if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
         n = ampi_read_fully(s, file, *buffer + in_use, *capacity - in_use, in_use);
@@ -7259,7 +7261,8 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
     AMPI_TRY(ampi_need2("amp_choose", machine, "machine", out, "out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     if (wanted == AMP_FP8 && !AMPI_HAS_FP8)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program: it "
+                         "must be built without that, or use another dtype");
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
@@ -7288,9 +7291,9 @@ AMP_API amp_result amp_choose(const amp_machine *machine, amp_dtype wanted, int3
         return ampi_chosen(out, wanted, 0, 0, "requested; the device has %s matrix instructions%s",
                            amp_dtype_name(wanted), wanted == AMP_F16 ? "; train with a loss scaler" : "");
     if (!allow_fallback)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
-                         "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions",
-                         amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: %.64s (compute capability %d.%d) has no such "
+                         "matrix instructions: use another dtype, or set .allow_fallback", amp_dtype_name(wanted),
+                         d->name, d->cc_major, d->cc_minor);
     AMPI_TRY(ampi_choose_auto(machine, is_cpu, out));
     return ampi_chosen(out, out->dtype, 0, 1, "%s requested: %.64s lacks it; %s instead", amp_dtype_name(wanted),
                        d->name, amp_dtype_name(out->dtype));
@@ -7563,9 +7566,8 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
     ampi_find_extent(out);
     ampi_find_extent(other);
     if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: %s", out->field, other->field,
-                     may ? "make them the same view with one element size, or give the output its own memory"
-                         : "give the output its own memory");
+    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: give the output memory of its own%s",
+                     out->field, other->field, may ? ", or make them the same view with elements of one size" : "");
 }
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
@@ -12137,7 +12139,7 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     memset(cpu, 0, sizeof *cpu);
     if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
         (host->free)(host->user, cpu, sizeof *cpu);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the CPU backend's mutex");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "the CPU backend's mutex could not be made");
     }
     cpu->pooled = 1;
     cpu->host = *host;
@@ -13196,9 +13198,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
                          ".reducer.calls->group_begin and ->group_end must be set together");
     if (d->reduce_on_device && d->reducer.world > 1 && d->reducer.on_host == 0)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
-                         ".reduce_on_device joins the ranks by a .reducer of host memory (.on_host = 1), and this one "
-                         "takes the device's already");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reduce_on_device must have a .reducer of host memory "
+                         "(.on_host = 1), and this one takes the device's already");
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .reducer.world = %d: set it to "
                          "the function that sums over the ranks", d->reducer.world);
@@ -13469,7 +13470,7 @@ AMP_API amp_result amp_open_abi(amp_context **out, const amp_desc *desc, const a
     amp->host.parallel = ampi_host_parallel;
     if (!ampi_open_locks(amp)) {
         ampi_free(&system, amp, 1, sizeof *amp);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the context's mutex");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "the context's mutex could not be made");
     }
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -14645,9 +14646,8 @@ static amp_result ampi_region_key(amp_context *amp, const char *function) {
     if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
     ampi_unlock(amp);
     return error == 0 ? AMP_OK
-                      : ampi_fail(AMP_ERR_THREAD, function,
-                                  "no thread-specific key for this context (%s): close unused contexts",
-                                  strerror(error));
+                      : ampi_fail(AMP_ERR_THREAD, function, "no thread-specific key for this context (%s): contexts "
+                                  "that are not used must be closed first", strerror(error));
 }
 
 static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc,
@@ -15961,7 +15961,7 @@ static amp_result ampi_op_begin(const char *function, const amp_context *amp, co
 /* Checks the plan of a backward or a recomputed forward. */
 static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT)
-        return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
+        return ampi_fail(AMP_ERR_STATE, function, "the forward of this op struct has not run: call it first");
     if (plan->mode == AMP_MODE_INFERENCE)
         return ampi_fail(AMP_ERR_STATE, function,
                          "the forward ran in inference mode, which has no backward: use training mode");
@@ -19951,9 +19951,9 @@ static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
     ampi_free(&t->object.amp->system, b.parts, b.capacity, sizeof *b.parts);
     AMPI_TRY(result);
     if (b.best == AMPI_DBL_MAX)
-        return ampi_fail(AMP_ERR_MEMORY, t->function, ".memory_budget = %lld bytes; this step takes %lld, and at least "
-                         "%lld with stretches computed again", (long long)t->desc.memory_budget, (long long)plain,
-                         (long long)b.least);
+        return ampi_fail(AMP_ERR_MEMORY, t->function, ".memory_budget = %lld bytes, must be at least %lld, with "
+                         "stretches computed again; without that this step takes %lld",
+                         (long long)t->desc.memory_budget, (long long)b.least, (long long)plain);
     for (i = 0; i < t->n; i++) t->nodes[i].stretch = t->nodes[i].best;
     AMPI_TRY(ampi_tape_compile_once(t, loss));
     return ampi_tape_plan_finals(t);
@@ -20603,8 +20603,8 @@ AMP_API void amp_model_destroy(amp_model *model) {
         return;
     user = ampi_is_stopped(&model->object) ? NULL : ampi_model_user(model);
     if (user == NULL) { ampi_object_destroy(&model->object); return; }
-    ampi_log(model->object.amp, AMP_LOG_WARNING, 1106,
-             "amp_model_destroy: %s still uses the parameters; the model stays until its context closes", user);
+    ampi_log(model->object.amp, AMP_LOG_WARNING, 1106, "amp_model_destroy: %s still uses the parameters, so the model "
+             "stays until its context closes: destroy that first", user);
     model->object.unwanted = 1;
 }
 
@@ -21149,7 +21149,7 @@ AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x) {
 }
 
 #define AMPI_TAPE_OWN \
-    "options: tensors, loss and grad_scale are the tape's; give the scale to amp_tape_backward"
+    "options: tensors, loss and grad_scale are the tape's: leave them 0, and pass the scale to amp_tape_backward"
 AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
                                          const amp_cross_entropy_op *options) {
     const char *f = "amp_tape_cross_entropy";
@@ -22003,7 +22003,8 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create",
-                         ".n_params or .n_ranges is negative: both must be 0 or more");
+                         ".n_params = %lld and .n_ranges = %lld, both must be 0 or more", (long long)desc->n_params,
+                         (long long)desc->n_ranges);
     if (desc->params == NULL && desc->ranges == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL: set one of them");
     if (desc->params != NULL && desc->ranges != NULL)
@@ -22229,9 +22230,8 @@ static int ampi_path_adopt(amp_context *amp, int path) {
     if (path == 0 || ampi_path_of_bits(amp) == 0 || path == (int)m->cpu.path) return 1;
     if (amp->path_given || !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) || ampi_path_is_used(amp)) return 0;
     ampi_log(amp, path < (int)m->cpu.path ? AMP_LOG_WARNING : AMP_LOG_INFO, 1113,
-             "products go on by %s in place of %s, for the bits of where the weights come from; .cpu_path chooses "
-             "another",
-             ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
+             "products are computed by %s instead of %s, for the same bits as where the weights come from; set "
+             ".cpu_path to choose another", ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
     ampi_use_path(amp, (amp_cpu_path)path);
     amp_cast_cache_clear(amp);          /* packed for the other kernels */
     return 1;
@@ -23163,7 +23163,8 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".overlap_param_gather %s",
                          d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
-        return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative: both must be 0 or more");
+        return ampi_fail(AMP_ERR_RANGE, function, ".n_params = %lld and .n_groups = %lld, both must be 0 or more",
+                         (long long)d->n_params, (long long)d->n_groups);
     AMPI_TRY(ampi_need(function, d->params, ".params"));
     if (d->n_groups > 0 && d->groups == NULL)
         return ampi_fail(AMP_ERR_NULL, function, ".groups is NULL with .n_groups = %lld: set both or neither",
@@ -24092,9 +24093,9 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     out->ranks_waited = o->ranks[slot][1];
     o->delivered++;
     if (out->at_floor)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1101,
-                 "step %lld overflowed in %s and the loss scale %g cannot shrink further",
-                 (long long)out->step, out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
+        ampi_log(o->amp, AMP_LOG_WARNING, 1101, "step %lld overflowed in %s, and the loss scale %g is the smallest "
+                 "allowed: look for infinity or NaN in the data and the loss", (long long)out->step,
+                 out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
     return 1;
 }
 
@@ -24856,7 +24857,8 @@ static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t b
             ampi_name_one(&named[1], name, (int64_t)strlen(name));
             r->rows[i++] = -1;
         } else if (i == set->n) {
-            return ampi_fail(AMP_ERR_MISMATCH, f, "%.*s was saved too", (int)AMPI_MIN(n, (int64_t)100), saved + at);
+            return ampi_fail(AMP_ERR_MISMATCH, f, "the state has %.*s too, which this optimizer does not have",
+                             (int)AMPI_MIN(n, (int64_t)100), saved + at);
         } else if (at >= bytes) {
             return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; to let it "
                              "begin anew, freeze it, load the state, and unfreeze it", (long long)i, name);
@@ -25669,7 +25671,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
     if (ampi_timed_lock_init(&r->lock, &r->met) != 0) {
         ampi_free(&system, r->seats, r->world, sizeof *r->seats);
         ampi_free(&system, r, 1, sizeof *r);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the ranks' lock");
+        return ampi_fail(AMP_ERR_THREAD, f, "the ranks' mutex could not be made");
     }
     *out = r;
     return AMP_OK;
@@ -26640,16 +26642,18 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     AMPI_TRY(ampi_buckets_memory(b));
     AMPI_TRY(ampi_buckets_cut(b));
     AMPI_TRY(ampi_buckets_stream(b));
-    if (pthread_mutex_init(&b->lock, NULL) != 0) return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' lock");
+    if (pthread_mutex_init(&b->lock, NULL) != 0)
+        return ampi_fail(AMP_ERR_THREAD, f, "the mutex for sums over ranks could not be made");
     if (pthread_cond_init(&b->changed, NULL) != 0) {
         pthread_mutex_destroy(&b->lock);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' condition");
+        return ampi_fail(AMP_ERR_THREAD, f, "the condition for sums over ranks could not be made");
     }
     b->locks = 1;
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
     if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
-        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
+        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread could be started for sums over ranks, so they do not run "
+                 "beside backward: raise the limit (ulimit -u)");
         b->threaded = 0;
     }
     b->watch.open = ampi_bucket_open;
@@ -26697,7 +26701,8 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
     if (b->torn != AMP_OK)
-        ampi_log(b->amp, AMP_LOG_ERROR, 1107, "weights of %s and others are partly from before the last step: %.300s",
+        ampi_log(b->amp, AMP_LOG_ERROR, 1107,
+                 "weights of %s and others are partly from before the last step, so load a saved state: %.300s",
                  b->set->names[0], b->torn_why);
     if (b->locks) {
         pthread_cond_destroy(&b->changed);
@@ -27439,7 +27444,8 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
 static amp_result ampi_hook_ranks_join(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     if (r->reduce == NULL && r->world <= 1) return AMP_OK;
-    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is given, but AMP_NO_RANKS left ranks out of this program");
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reducer is given, but AMP_NO_RANKS left ranks out of this "
+                     "program: it must be built without that");
 }
 static amp_result ampi_hook_ranks_open(amp_context *amp) { (void)amp; return AMP_OK; }
 static void ampi_hook_ranks_leave(amp_context *amp) { (void)amp; }
@@ -27885,9 +27891,9 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     int64_t n;
     int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
-        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
-                         "%s: all files stay open; of %lld only %lld could be opened: raise `ulimit -n`", f->path,
-                         (long long)l->n_files, (long long)(f - l->files));
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: all files must stay open, and of %lld only %lld "
+                         "could be opened: raise the limit (ulimit -n)", f->path, (long long)l->n_files,
+                         (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
     f->bytes = ampi_file_size(&l->system, f->handle);
@@ -27899,8 +27905,8 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
     if (n > f->bytes)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
-                         "%s holds more than its size of %lld bytes, as files in /proc do; copy it", f->path,
-                         (long long)f->bytes);
+                         "%s holds more than its size of %lld bytes, as files in /proc do: it must be copied first",
+                         f->path, (long long)f->bytes);
     if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
     if (format == AMP_TOKENS_DEFAULT)
         format = n >= 4 && (ampi_le32(head) == 20240520u || ampi_le32(head) == 20240801u) ? AMP_TOKENS_LLMC
@@ -27912,7 +27918,7 @@ static amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp_token_for
     f->dtype = format == AMP_TOKENS_U16 ? AMP_U16 : AMP_U8;
     f->count = format == AMP_TOKENS_U16 ? f->bytes / 2 : f->bytes;
     if (format == AMP_TOKENS_U16 && f->bytes % 2 != 0)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, which ends in half a token",
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, so its last token is cut off",
                          f->path, (long long)f->bytes);
     return AMP_OK;
 }
@@ -28022,7 +28028,8 @@ static amp_result ampi_search_step(ampi_search *s) {
     if (folder[0] == 0) folder = ".";
     AMPI_CALLOUT("file_list", error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s));
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
-    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
+    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "the folder %s could not be listed: %s", folder,
+                     strerror(-error));
 }
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
@@ -28233,7 +28240,8 @@ static amp_result ampi_loader_count_callback(amp_loader *l) {
     l->hash = ampi_hash_number(ampi_hash_number(l->hash, (int64_t)s->hash), s->samples);
     for (i = 0; i < s->n_fields; i++) {
         if (!ampi_has_memory(s->fields[i].dtype))
-            return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".source->fields[%d].dtype = %d", i,
+            return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name,
+                             ".source->fields[%d].dtype = %d, must be the dtype of its elements", i,
                              (int)s->fields[i].dtype);
         if (s->fields[i].count < 1)
             return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
@@ -28695,7 +28703,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         }
         if (l->threads > 0 && l->lost == l->threads) {
             result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                               "no worker is left, the callback ended their threads: create a new loader");
+                               "no worker is left, for your callback ended their threads: create a new loader");
             break;
         }
         if (begin == 0) {
@@ -28770,7 +28778,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
     error = ampi_thread_start(&l->system, &o->thread, ampi_opener_main, l);
     if (error != 0)
-        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
+        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files could not be started: %s",
+                         strerror(-error));
     pthread_mutex_lock(&l->lock);
     while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
     if (!o->done) {
@@ -29017,8 +29026,9 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     l->cache_blocks = (uint8_t *)memory;
     l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
-                     (long long)l->cache_bytes, l->desc.cache_mb);
+    return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name,
+                     "%lld bytes for the contents of files: set .cache_mb = %d to less", (long long)l->cache_bytes,
+                     l->desc.cache_mb);
 }
 
 static amp_result ampi_loader_device_buffers(amp_loader *l) {
@@ -29172,7 +29182,8 @@ static amp_result ampi_loader_init_lock(amp_loader *l) {
     int error = ampi_timed_lock_init(&l->lock, &l->ready);
     if (error == 0 && (error = pthread_cond_init(&l->work, NULL)) != 0) ampi_timed_lock_destroy(&l->lock, &l->ready);
     l->has_lock = error == 0;
-    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name,
+                                           "the loader's mutex could not be made: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {
@@ -29850,7 +29861,7 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     k = ampi_setting_find(line, length);
     if (k == NULL) return ampi_setting_unknown(from, line, length);
     if (seen[k - ampi_setting_table] > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s is already set in line %lld",
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s is given already in line %lld",
                          ampi_origin_text(from, line, length, label), (long long)seen[k - ampi_setting_table]);
     seen[k - ampi_setting_table] = from->line;
     ampi_trim(&value, &rest);
@@ -30281,7 +30292,8 @@ static amp_result ampi_settings_apply(const amp_settings *settings, amp_context 
     AMPI_TRY(ampi_hook_layers_may(amp, f, settings->layers, settings->fallback));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &to.rule));
     else if (!to.rule.disable)
-        ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
+        ampi_log(amp, AMP_LOG_WARNING, 1201,
+                 "%s needs a loss scaler, but none was passed to amp_settings_apply: pass one",
                  amp_dtype_name(to.regions.dtype == AMP_F16 ? AMP_F16 : to.choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &to.choice, &to.regions);
@@ -30738,7 +30750,8 @@ static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
         return;
     }
     if (m->lost++ == 0)
-        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines",
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213,
+                 "%s cannot be written, and there is no room to keep more lines: check its disk and permissions",
                  m->desc.path);
 }
 
@@ -31264,8 +31277,8 @@ static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".optimizer or .scaler belongs to another context: both must belong to this one");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context: create it in this one",
+                         d->optimizer->amp != amp ? "optimizer" : "scaler");
     AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
     if (d->path != NULL && d->path[0] == 0)
         return ampi_fail(AMP_ERR_RANGE, f, ".path is empty: set it to a file's name, or to NULL for no file");
@@ -32348,7 +32361,8 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
     if (v->code != 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step must succeed in fp32 first, and fails with %d: %s",
+                         v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
     if (bad != NULL)
         return ampi_fail(AMP_ERR_RANGE, "amp_verify",
@@ -32378,7 +32392,8 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
         ampi_verify_step(v);
         if (v->code != 0)
             return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "the step fails in fp32 with weights changed by a rounding, with %d: %s", v->code, v->why);
+                             "the step must succeed in fp32 with weights changed by a rounding, and fails with %d: %s",
+                             v->code, v->why);
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad != NULL)
             return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 with weights changed by a "
@@ -32711,7 +32726,9 @@ AMP_API amp_result amp_verify_placement(amp_context *amp, const amp_range *range
             return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, is in %s, which this context's kernels cannot read: "
                              "use memory of amp_alloc", name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
-            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s is in pinned host memory: kernels read it over the bus", name);
+            ampi_log(amp, AMP_LOG_WARNING, 1306,
+                     "%s is in pinned host memory, which kernels read slowly over the bus: use memory of amp_alloc",
+                     name);
     }
     return AMP_OK;
 }
@@ -33632,7 +33649,8 @@ AMP_API amp_result amp_advice_apply(const amp_advice *advice, amp_context *amp, 
     if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1)
         AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised but needs a new context; O%d stays",
+        ampi_log(amp, AMP_LOG_WARNING, 1301,
+                 "level O%d is advised, but needs a new context, so O%d stays: open one with it",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
@@ -33801,7 +33819,8 @@ static int ampi_tune_known(ampi_tune *t) {
         }
     }
     memset(t->out, 0, sizeof *t->out);
-    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds impossible rows", t->desc.file);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds impossible rows; all are measured again",
+             t->desc.file);
     return 0;
 }
 
@@ -34102,7 +34121,7 @@ static amp_result ampi_tune_whole(amp_context *amp, const amp_tune_desc *desc, a
     if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
     *out = report;
     if (code == 0 || out->best < 0) return result;
-    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed as the best, but now %s",
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed as the best, but now %s: call amp_tune again",
                      (long long)out->rows[out->best].batch, why);
 }
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
@@ -34479,7 +34498,8 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     if (seen->no_fp8) k.layer->seen |= AMPI_SEEN_NO_FP8;
     if (m->desc.budget > 0 && ampi_adapt_look_at(&k) != AMP_OK) {
         k.layer->seen |= AMPI_SEEN_BAD;
-        ampi_log(amp, AMP_LOG_WARNING, 1308, "no evidence about %s: %s", seen->layer, amp_last_error());
+        ampi_log(amp, AMP_LOG_WARNING, 1308, "the errors of %s could not be measured: %s", seen->layer,
+                 amp_last_error());
         return;
     }
     ampi_lock(amp);
@@ -34664,9 +34684,8 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
     m->moved = 0;
     if (seen == 0 && !m->warned) {
         m->warned = 1;
-        ampi_log(m->amp, AMP_LOG_WARNING, 1310,
-                 "no evidence about any layer in %lld steps: none ran outside of a captured graph, so none moves",
-                 (long long)m->desc.interval);
+        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, for none ran outside "
+                 "of a captured graph, so none changes its dtype", (long long)m->desc.interval);
     }
     return AMP_OK;
 }

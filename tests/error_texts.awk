@@ -17,6 +17,7 @@ function arguments(at,    i, c, depth, from, quoted, n) {
 }
 # The strings in an expression: side by side they are one; others are choices, " | " between them.
 function strings(e,    out, between) {
+    if (e in macro) e = macro[e]
     gsub(/AMP_VERSION_TEXT/, "\"" version "\"", e)
     while (match(e, /"([^"\\]|\\.)*"/)) {
         between = trim(substr(e, 1, RSTART - 1))
@@ -104,6 +105,8 @@ function call(name, at,    n, i, text, rest, result, found) {
 /^\/\* Stop here/ { below = 1 }
 !below { next }
 /static const char \*const imperatives\[\]/ { n_verbs = split(strings($0), verbs, " [|] "); next }
+/^#define AMPI_[A-Z_]+ \\$/ { define = $2; next }
+define != "" { macro[define] = $0; define = "" }
 /^static const char \*const ampi_wanted/ { table = 1 }
 table {
     line = $0
