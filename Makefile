@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm newcomer compilers docs map help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors anomalies oracle bench \
+.PHONY: slurm newcomer compilers docs map help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors error-texts anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-choice bench-ddp accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -51,6 +51,7 @@ help: backend
 	@echo "make compilers        compile amp.h by every gcc, clang and zig at hand, at every level (COMPILERS: by these; an hour)"
 	@echo "make docs             make one page of amp.h's manual, comments and declarations: $(BUILD)/docs/index.html"
 	@echo "make map              cut amp.h and amp_cuda.cu into one file per section, with a table of sections, into $(BUILD)/map/"
+	@echo "make error-texts      print every error and warning of amp.h, by result, as a page to read"
 	@echo "make soak             train for MINUTES (20) with failing memory, files, disks and kills, and compare with a clean run"
 	@echo "make coverage         measure which lines and branches the tests reach; fails below 95% and 85%"
 	@echo "make mutants          change one token of amp.h at a time: a test must catch each (ten minutes); mutants-cuda: one"
@@ -250,6 +251,10 @@ test-exhaustive: $(BUILD)/t_numbers $(BUILD)/t_optimizer $(BUILD)/t_tape
 # What amp.h promises to return, and no test provokes.
 errors: $(TESTS:%=$(BUILD)/%)
 	sh tests/run.sh $(TESTS:%=$(BUILD)/%) tests/errors.sh
+
+# Each error and warning as a user reads it.
+error-texts:
+	@LC_ALL=C awk -f tests/error_texts.awk amp.h
 
 anomalies: $(BUILD)/t_anomalies
 	mkdir -p tests/records

@@ -347,39 +347,39 @@ AMP_API const char *amp_last_error(void);
    5xx devices. */
 #define AMP_RESULTS(X) \
     X(AMP_OK,                0, "success", "") \
-    X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass the object or buffer the text names") \
-    X(AMP_ERR_RANGE,       102, "a value is outside its legal range", "use a value from the range in the text") \
-    X(AMP_ERR_SHAPE,       103, "shapes do not fit together", "compare them with the operator's comment") \
-    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use one of the dtypes in the text") \
+    X(AMP_ERR_NULL,        101, "a required pointer is NULL", "pass a pointer that is not NULL") \
+    X(AMP_ERR_RANGE,       102, "a value is outside its legal range", "use a value within the range") \
+    X(AMP_ERR_SHAPE,       103, "shapes do not fit together", "compare them with the comment of the operator") \
+    X(AMP_ERR_DTYPE,       104, "a dtype is not accepted here", "use a dtype that is accepted here") \
     X(AMP_ERR_VERSION,     105, "header and implementation differ", "rebuild every file against the same amp.h") \
-    X(AMP_ERR_STATE,       106, "called in the wrong order", "see the order of calls in the manual") \
-    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "use one of the names in the text") \
-    X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose what the text offers, or allow the fallback") \
-    X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller dimensions") \
-    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two in the text") \
-    X(AMP_ERR_LABEL,       201, "a label or index is out of range", "fix the data, or the size given for it") \
-    X(AMP_ERR_SCALE,       202, "the loss scale is not usable", "the scale and its inverse must be finite and normal") \
-    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused", "use another preset, or fp32 or bf16 gradients") \
+    X(AMP_ERR_STATE,       106, "called in the wrong order", "the manual in amp.h gives the order of calls") \
+    X(AMP_ERR_NAME,        107, "unknown or duplicate name", "check the spelling of the name") \
+    X(AMP_ERR_UNSUPPORTED, 108, "not supported here", "choose a setting that this machine and backend support") \
+    X(AMP_ERR_SIZE,        109, "a size does not fit into memory", "use smaller sizes") \
+    X(AMP_ERR_CONFLICT,    110, "settings or operands conflict", "change one of the two") \
+    X(AMP_ERR_LABEL,       201, "a label or index is out of range", "fix the data, or the size that was given for it") \
+    X(AMP_ERR_SCALE,       202, "the loss scale is not usable", "use a scale from 2^-126 to 2^126") \
+    X(AMP_ERR_GRAD_16BIT,  203, "fp16 gradients are refused", "use another preset, or gradients in fp32 or bf16") \
     X(AMP_ERR_UNSCALED,    204, "already checked since the last update", "call amp_scaler_update first") \
     X(AMP_ERR_STEPPED,     205, "already stepped since the last update", "call amp_scaler_update after each step") \
     X(AMP_ERR_NO_CHECK,    206, "no inf check was recorded", "call amp_scaler_check for at least one set first") \
     X(AMP_ERR_GRAPH,       207, "a captured graph is out of date", "capture the step again") \
-    X(AMP_ERR_MEMORY,      301, "out of memory", "use a smaller batch, or give the context a larger allocator") \
-    X(AMP_ERR_THREAD,      302, "a thread could not be started", "raise the thread limit or use fewer workers") \
-    X(AMP_ERR_OPEN,        401, "a file could not be opened", "check path and permissions") \
-    X(AMP_ERR_READ,        402, "a file could not be read", "check the disk; the text has the offset") \
-    X(AMP_ERR_WRITE,       403, "a file could not be written", "check free space and permissions") \
-    X(AMP_ERR_FORMAT,      404, "not a file of the expected format", "pass a file of the format the text names") \
-    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early", "copy or write it again") \
+    X(AMP_ERR_MEMORY,      301, "out of memory", "use a smaller batch or model, or free memory") \
+    X(AMP_ERR_THREAD,      302, "a thread could not be started", "raise the limit (ulimit -u), or use fewer") \
+    X(AMP_ERR_OPEN,        401, "a file could not be opened", "check the path and its permissions") \
+    X(AMP_ERR_READ,        402, "a file could not be read", "check the disk, and who else writes the file") \
+    X(AMP_ERR_WRITE,       403, "a file could not be written", "check the free space and the permissions") \
+    X(AMP_ERR_FORMAT,      404, "not a file of the expected format", "pass a file of the expected format") \
+    X(AMP_ERR_TRUNCATED,   405, "a file or blob ends too early", "copy or write the file again") \
     X(AMP_ERR_CHECKSUM,    406, "a checksum does not match", "the file is damaged: use the previous one") \
     X(AMP_ERR_NEWER,       407, "written by a newer version", "use a newer amp.h") \
     X(AMP_ERR_MISMATCH,    408, "saved state is of another object", "load it into an object with the same settings") \
-    X(AMP_ERR_END,         409, "no more data", "the loader's last epoch is over") \
-    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise timeout_ms; the text names the worker") \
-    X(AMP_ERR_SOURCE,      411, "a callback failed", "see the callback's own message") \
-    X(AMP_ERR_DEVICE,      501, "a device call failed", "the text has the device's own error name") \
+    X(AMP_ERR_END,         409, "no more data", "stop, or set .epochs of the loader to more") \
+    X(AMP_ERR_TIMEOUT,     410, "a worker did not deliver in time", "raise .timeout_ms, or find what it waits for") \
+    X(AMP_ERR_SOURCE,      411, "a callback failed", "find out why your callback failed") \
+    X(AMP_ERR_DEVICE,      501, "a device call failed", "look the error up in the device's own documentation") \
     X(AMP_ERR_BACKEND,     502, "the backend cannot be used", "build the backend against this amp.h") \
-    X(AMP_ERR_REDUCE,      503, "a reduction over ranks failed", "see the text; a hook of yours must return 0")
+    X(AMP_ERR_REDUCE,      503, "a reduction over ranks failed", "look for an earlier error on another rank")
 
 typedef enum amp_result {
 #define AMPI_RESULT_ENUM(name, number, text, hint) name = number,
@@ -388,8 +388,8 @@ typedef enum amp_result {
     AMP_RESULT_FORCE_I32 = 0x7fffffff
 } amp_result;
 
-/* A result in words, and what to do about it.  Both are constant strings; for any other number they are "unknown
-   result" and "". */
+/* A result in words, and what to do about it, which amp_last_error ends with where its text does not say it.  Both are
+   constant strings; for any other number they are "unknown result" and "". */
 AMP_API const char *amp_result_text(amp_result result);
 AMP_API const char *amp_result_hint(amp_result result);
 /* AMP_VERSION of the linked implementation. */
@@ -5239,7 +5239,19 @@ static const char *ampi_plain(const char *name, char *to, size_t size) {
     return ampi_one_line(to);
 }
 
-/* Sets the last-error text "AMP0102 amp_x: .field = 3, must be ...; hint" and returns result. */
+/* Whether a text says itself what to do: then its result's hint does not follow it. */
+static int ampi_says_what_to_do(const char *format) {
+    static const char *const imperatives[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
+    const char *at;
+    int i, says = 0;
+    for (i = 0; i < (int)(sizeof imperatives / sizeof *imperatives); i++)
+        for (at = strstr(format, imperatives[i]); at != NULL; at = strstr(at + 1, imperatives[i]))
+            says |= at == format || at[-1] == ' ';
+    return says;
+}
+
+/* Sets the last-error text "AMP0102 amp_x: .field = 3, must be 1 to 2", or "AMP0301 amp_x: 64 bytes; hint", and returns
+   result. */
 static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *function, const char *format, ...) {
     char detail[352];
     ampi_sheet sheet = ampi_sheet_of(detail, sizeof detail);
@@ -5247,14 +5259,58 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     va_start(args, format);
     ampi_print_args(&sheet, format, args);
     va_end(args);
-    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s; %s", (int)result, function, detail,
-             amp_result_hint(result));
+    snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %s%s%s", (int)result, function, detail,
+             ampi_says_what_to_do(format) ? "" : "; ",
+             ampi_says_what_to_do(format) ? "" : amp_result_hint(result));
     ampi_one_line(ampi_error_text);
     return result;
 }
 
-static amp_result ampi_need(const char *function, int there, const char *names) {
-    return there ? AMP_OK : ampi_fail(AMP_ERR_NULL, function, "%s is NULL", names);
+/* What to pass as a parameter, or to set a field to, that must not be NULL. */
+static const char *const ampi_wanted[][2] = {
+    {"amp", "the context that amp_open made"}, {"out", "the address of the variable that takes the result"},
+    {"adapt", "what amp_adapt_create made"}, {"set", "what amp_grad_set_create made"},
+    {"graph", "what amp_graph_end made"}, {"loader", "what amp_loader_create made"},
+    {"model", "what amp_model_create made"}, {"monitor", "what amp_monitor_create made"},
+    {"optimizer", "what amp_optimizer_create made"}, {"ranks", "what amp_ranks_create made"},
+    {"recovery", "what amp_recovery_create made"}, {"scaler", "what amp_scaler_create made"},
+    {"state", "what amp_state_create or amp_state_load made"}, {"tape", "what amp_tape_create made"},
+    {"stats", "what amp_tensor_stats_create made"}, {"advice", "what amp_advise wrote"},
+    {"machine", "what amp_machine_probe wrote"}, {"op", "the operator's struct"},
+    {"settings", "an amp_settings, at first all zeros"}, {"prefix", "a name for the object's records in the state"},
+    {"path", "the file's name"}, {"key", "a name"}, {"pattern", "a pattern of names, such as \"h.*\""},
+    {"dst", "memory to write to"}, {"src", "memory to read from"}, {"values", "an array of n values"},
+    {"param", "the parameter"}, {"params", "an array of n parameters"}, {"ranges", "an array of n ranges"},
+    {"table", "the parameter that holds a row for each id"}, {"ids", "a tensor of ids"},
+    {".lse", "memory for a number for each row of scores"}, {".labels", "an array with a label for each row"},
+    {".loss", "memory for the loss"}, {".weight", "the layer's parameter"},
+    {".ids", "an array with an id for each row"}, {".table", "the parameter that holds a row for each id"},
+    {".params", "an array of .n_params parameters"}, {".ranges", "an array of .n_ranges ranges"},
+    {".optimizer", "what amp_optimizer_create made"},
+    {".rstd", "memory for a number for each row"}, {".mean", "memory for a number for each row"}
+};
+static amp_result ampi_null(const char *function, const char *name) {
+    const char *what = "a pointer that is not NULL";
+    int i, n = (int)(sizeof ampi_wanted / sizeof *ampi_wanted);
+    if (strcmp(name, "desc") == 0)          /* amp_x_create takes an amp_x_desc, as amp_tune takes an amp_tune_desc */
+        return ampi_fail(AMP_ERR_NULL, function, "desc is NULL: pass the address of an %.*s_desc",
+                         (int)(strstr(function, "_create") ? strstr(function, "_create") - function
+                                                           : (ptrdiff_t)strlen(function)), function);
+    for (i = 0; i < n; i++) if (strcmp(ampi_wanted[i][0], name) == 0) what = ampi_wanted[i][1];
+    if (name[0] == '.') return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: set it to %s", name, what);
+    return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: pass %s", name, what);
+}
+/* Refuses the first of these pointers that is NULL, by its parameter's or field's name. */
+static amp_result ampi_need(const char *function, const void *pointer, const char *name) {
+    return pointer != NULL ? AMP_OK : ampi_null(function, name);
+}
+static amp_result ampi_need2(const char *function, const void *a, const char *a_name, const void *b,
+                             const char *b_name) {
+    return a == NULL ? ampi_null(function, a_name) : ampi_need(function, b, b_name);
+}
+static amp_result ampi_need3(const char *function, const void *a, const char *a_name, const void *b,
+                             const char *b_name, const void *c, const char *c_name) {
+    return a == NULL ? ampi_null(function, a_name) : ampi_need2(function, b, b_name, c, c_name);
 }
 
 /* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
@@ -5373,7 +5429,8 @@ static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
 /* *bytes = count * size, unless that overflows. */
 static amp_result ampi_bytes(const char *function, int64_t count, size_t size, size_t *bytes) {
     if (count < 0 || (size != 0 && (uint64_t)count > (uint64_t)PTRDIFF_MAX / size))
-        return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes", (long long)count, size);
+        return ampi_fail(AMP_ERR_SIZE, function, "%lld elements of %zu bytes are more than any memory holds",
+                         (long long)count, size);
     *bytes = (size_t)count * size;
     return AMP_OK;
 }
@@ -6033,12 +6090,13 @@ static amp_result ampi_temporary_open(const amp_system *s, const char *path, cha
     do {
         if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host,
                      (unsigned long long)ampi_posix_random()) >= (int)size)
-            return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "path of %zu bytes is too long", strlen(path));
+            return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic",
+                             "the path has %zu bytes, which is too long: use a shorter one", strlen(path));
         error = ampi_file_open(s, name, 3, file);
     } while (error == -EEXIST && ++tries < 100);
     return error == 0 ? AMP_OK
-                      : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: cannot create a file beside it: %s", path,
-                                  strerror(-error));
+                      : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: no file could be made beside it: %s",
+                                  path, strerror(-error));
 }
 
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
@@ -6047,8 +6105,8 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     intptr_t file = -1;
     int64_t n;
     int error = 0;
-    if (path == NULL || (data == NULL && bytes > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_file_write_atomic", "path or data");
+    AMPI_TRY(ampi_need("amp_file_write_atomic", path, "path"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_file_write_atomic", data, "data"));
     AMPI_TRY(ampi_temporary_open(&s, path, temporary, sizeof temporary, &file));
     n = ampi_write_fully(&s, file, data, (int64_t)bytes, 0);
     if (n < 0) error = (int)n;
@@ -6082,8 +6140,9 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
     int64_t in_use = 0, n, wanted = size > 0 ? size + 1 : 4096;
     do {
         if (in_use >= AMPI_LONGEST_STREAM && size == -ESPIPE)
-            return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: no end after %lld bytes; copy it into a file",
-                             path, (long long)in_use);
+            return ampi_fail(AMP_ERR_READ, "amp_file_read_all",
+                             "%s: no end after %lld bytes: it must be copied into a file first", path,
+                             (long long)in_use);
         if (!ampi_resize(s, buffer, capacity, wanted))
             return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)wanted, path);
         n = ampi_read_fully(s, file, *buffer + in_use, *capacity - in_use, in_use);
@@ -6105,8 +6164,7 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     char *buffer = NULL;
     amp_result result;
     int error;
-    if (path == NULL || data == NULL || bytes == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_file_read_all", "path, data or bytes");
+    AMPI_TRY(ampi_need3("amp_file_read_all", path, "path", data, "data", bytes, "bytes"));
     error = ampi_file_open(&s, path, 0, &file);
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
     size = ampi_file_size(&s, file);
@@ -6460,7 +6518,7 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
     char all[160];
     ampi_sheet sheet = ampi_sheet_of(all, sizeof all);
     int d;
-    if (name == NULL || out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_dtype_parse", name == NULL ? "name" : "out");
+    AMPI_TRY(ampi_need2("amp_dtype_parse", name, "name", out, "out"));
     for (d = 0; d < AMPI_DTYPES; d++) {
         const ampi_dtype_traits *t = &ampi_dtypes[d];
         if (strcmp(name, t->name) == 0 || (t->others[0] && strcmp(name, t->others[0]) == 0) ||
@@ -6852,8 +6910,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     int stochastic = desc != NULL && desc->rounding == AMP_ROUND_STOCHASTIC;
     size_t bytes[2];
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_convert", "n = %lld, must be 0 or more", (long long)n);
-    if (n > 0 && (dst == NULL || src == NULL))
-        return ampi_fail(AMP_ERR_NULL, "amp_convert", dst == NULL ? "dst" : "src");
+    if (n > 0) AMPI_TRY(ampi_need2("amp_convert", dst, "dst", src, "src"));
     if (!ampi_dtype_is_float(dst_dtype) || !ampi_dtype_is_float(src_dtype))
         return ampi_fail(AMP_ERR_DTYPE, "amp_convert", "from %s to %s, both must be floating",
                          amp_dtype_name(src_dtype), amp_dtype_name(dst_dtype));
@@ -6866,7 +6923,7 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     AMPI_TRY(ampi_bytes("amp_convert", n, amp_dtype_size(src_dtype), &bytes[1]));
     if ((dst != src || bytes[0] != bytes[1]) && !ampi_is_apart(dst, bytes[0], src, bytes[1]))
         return ampi_fail(AMP_ERR_CONFLICT, "amp_convert",
-                         "dst and src overlap, and are not the same buffer with elements of one size");
+                         "dst and src overlap: they must be apart, or the same buffer with elements of one size");
     if (desc == NULL) desc = &none;
     if (new_inf == NULL) ampi_convert(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
     else *new_inf = ampi_convert_counted(dst, dst_dtype, src, src_dtype, n, desc, ampi_cpu_best_path());
@@ -7047,7 +7104,8 @@ static AMPI_COLD amp_result ampi_rates_take(const char *function, amp_machine *m
         return ampi_fail(AMP_ERR_RANGE, function, ".rates = \"%.80s\", must be " AMPI_RATES_RANGE, text);
     while (text != NULL && ampi_rates_next(&text, &rate) > 0) {
         if (!ampi_cpu_has(&m->cpu, (amp_cpu_path)rate.path))
-            return ampi_fail(AMP_ERR_UNSUPPORTED, function, ".rates names %s, which this CPU lacks: measure it here",
+            return ampi_fail(AMP_ERR_UNSUPPORTED, function,
+                             ".rates names %s, which this CPU lacks: use rates that were measured on this machine",
                              ampi_path_words[rate.path]);
         *ampi_rate_at(&m->rates[rate.path], rate.dtype) = rate.rate;
     }
@@ -7071,7 +7129,7 @@ static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
 }
 
 AMP_API AMPI_COLD amp_result amp_machine_probe(amp_machine *out) {
-    AMPI_TRY(ampi_need("amp_machine_probe", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_machine_probe", out, "out"));
     AMPI_TRY(ampi_check_headers("amp_machine_probe", AMPI_HEADERS));
     memset(out, 0, sizeof *out);
     ampi_probe_cpu(&out->cpu);
@@ -7209,10 +7267,11 @@ AMP_API AMPI_COLD amp_result amp_choose(const amp_machine *machine, amp_dtype wa
                                         amp_choice *out) {
     const amp_device *d;
     int is_cpu;
-    AMPI_TRY(ampi_need("amp_choose", machine && out, "machine or out"));
+    AMPI_TRY(ampi_need2("amp_choose", machine, "machine", out, "out"));
     AMPI_TRY(ampi_check_headers("amp_choose", AMPI_HEADERS));
     if (wanted == AMP_FP8 && !AMPI_HAS_FP8)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: AMP_NO_FP8 left it out of this program: it "
+                         "must be built without that, or use another dtype");
     d = &machine->device;
     is_cpu = strcmp(d->kind, "cpu") == 0;
     switch (wanted) {
@@ -7241,9 +7300,9 @@ AMP_API AMPI_COLD amp_result amp_choose(const amp_machine *machine, amp_dtype wa
         return ampi_chosen(out, wanted, 0, 0, "requested; the device has %s matrix instructions%s",
                            amp_dtype_name(wanted), wanted == AMP_F16 ? "; train with a loss scaler" : "");
     if (!allow_fallback)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose",
-                         "dtype %s: %.64s (compute capability %d.%d) has no such matrix instructions",
-                         amp_dtype_name(wanted), d->name, d->cc_major, d->cc_minor);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype %s: %.64s (compute capability %d.%d) has no such "
+                         "matrix instructions: use another dtype, or set .allow_fallback", amp_dtype_name(wanted),
+                         d->name, d->cc_major, d->cc_minor);
     AMPI_TRY(ampi_choose_auto(machine, is_cpu, out));
     return ampi_chosen(out, out->dtype, 0, 1, "%s requested: %.64s lacks it; %s instead", amp_dtype_name(wanted),
                        d->name, amp_dtype_name(out->dtype));
@@ -7309,28 +7368,31 @@ static amp_result ampi_check_aligned(const char *function, const char *field, ui
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
     int i, given = 0;
-    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data", field);
+    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, function, ".%s has no data: set its .data", field);
     if (!ampi_is_storage(t->dtype))
         return ampi_fail(AMP_ERR_DTYPE, function, ".%s is %s, must be one of %s", field, amp_dtype_name(t->dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (amp_tensor_count(t) < 0)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".%s has ndim %d or a negative or overflowing shape", field, t->ndim);
+        return ampi_fail(AMP_ERR_SHAPE, function,
+                         ".%s has ndim %d, or a shape that is negative or too large: use amp_tensor1 to amp_tensor4",
+                         field, t->ndim);
     for (i = 0; i < t->ndim; i++) given |= t->stride[i] != 0;
     if (given && t->shape[t->ndim - 1] > 1 && t->stride[t->ndim - 1] != 1)
         return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the last dimension has stride %lld, must be contiguous", field,
                          (long long)t->stride[t->ndim - 1]);
     for (i = 0; given && i < t->ndim; i++)
         if (fabs((double)t->stride[i]) * (double)t->shape[i] > AMPI_STRIDES_MOST)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory",
-                             field, i, (long long)t->stride[i]);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: dimension %d has stride %lld, which exceeds any memory: "
+                             "set it to a distance in elements", field, i, (long long)t->stride[i]);
     return AMP_OK;
 }
 
 /* Whether a matrix's rows follow one another without overlap. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
-    return ampi_fail(AMP_ERR_SHAPE, function, ".%s: rows of %lld elements %s, their stride is %lld", field,
-                     (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
+    return ampi_fail(AMP_ERR_SHAPE, function,
+                     ".%s: rows of %lld elements %s, their stride is %lld: it must be at least the length of a row",
+                     field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
 /* An output's elements must not overlap: each stride, from the smallest up, must reach past the dimensions below it. */
@@ -7344,8 +7406,8 @@ static amp_result ampi_check_output(const char *function, const char *field, con
             if (!(done >> i & 1) && t->shape[i] > 1 && (next < 0 || ampi_stride(t, i) < ampi_stride(t, next))) next = i;
         if (next < 0) return AMP_OK;
         if (ampi_stride(t, next) <= reach)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld", field,
-                             next, (long long)ampi_stride(t, next));
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: elements overlap, dimension %d has stride %lld: an output "
+                             "must have its elements apart", field, next, (long long)ampi_stride(t, next));
         done |= 1 << next;
         reach += (t->shape[next] - 1) * ampi_stride(t, next);
     }
@@ -7513,9 +7575,8 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
     ampi_find_extent(out);
     ampi_find_extent(other);
     if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: %s", out->field, other->field,
-                     may ? "make them the same view with one element size, or give the output its own memory"
-                         : "give the output its own memory");
+    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: give the output memory of its own%s",
+                     out->field, other->field, may ? ", or make them the same view with elements of one size" : "");
 }
 
 static amp_result ampi_check_places(const char *function, ampi_places *s) {
@@ -7548,7 +7609,8 @@ static amp_result ampi_check_own_gradient(const char *function, const amp_param 
     if (ampi_is_apart(p->weight.data, bytes * amp_dtype_size(p->weight.dtype), p->grad.data,
                       bytes * amp_dtype_size(p->grad.dtype)))
         return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "%s: the gradient lies in the weight's memory", p->name);
+    return ampi_fail(AMP_ERR_CONFLICT, function,
+                     "%s: the gradient lies in the weight's memory: give it memory of its own", p->name);
 }
 
 /* Shell-style match with * (any run) and ? (one character). */
@@ -7824,7 +7886,7 @@ static amp_result ampi_state_insert(amp_state *state, const char *function, cons
 AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     amp_system s = ampi_system(system);
     void *state;
-    if (out == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_create", "out");
+    AMPI_TRY(ampi_need("amp_state_create", out, "out"));
     *out = NULL;
     AMPI_TRY(ampi_alloc(&s, "amp_state_create", &state, 1, sizeof(amp_state)));
     *out = (amp_state *)state;
@@ -7867,8 +7929,8 @@ AMP_API AMPI_COLD amp_result amp_state_put(amp_state *state, const char *key, am
     size_t size = ampi_state_element(dtype), length;
     ampi_record record;
     amp_result result;
-    if (state == NULL || key == NULL || (values == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    AMPI_TRY(ampi_need2(function, state, "state", key, "key"));
+    if (n > 0) AMPI_TRY(ampi_need(function, values, "values"));
     length = strlen(key);
     if (length < 1 || length >= AMPI_STATE_KEY)
         return ampi_fail(AMP_ERR_RANGE, function, "key \"%.80s\" has %zu bytes, must have 1 to %d", key, length,
@@ -7895,13 +7957,15 @@ AMP_API AMPI_COLD amp_result amp_state_get(const amp_state *state, const char *k
                                            int64_t n) {
     static const char function[] = "amp_state_get";
     const ampi_record *record;
-    if (state == NULL || key == NULL || (values == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : key == NULL ? "key" : "values");
+    AMPI_TRY(ampi_need2(function, state, "state", key, "key"));
+    if (n > 0) AMPI_TRY(ampi_need(function, values, "values"));
     record = ampi_state_find(state, key);
     if (record == NULL)
-        return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" among %lld", key, (long long)state->n);
+        return ampi_fail(AMP_ERR_NAME, function, "no record \"%.80s\" is among the %lld of the state", key,
+                         (long long)state->n);
     if (record->dtype != dtype || record->count != n)
-        return ampi_fail(AMP_ERR_MISMATCH, function, "\"%s\" holds %lld %s, not %lld %s", key,
+        return ampi_fail(AMP_ERR_MISMATCH, function,
+                         "\"%s\" holds %lld %s, not %lld %s: pass the count and dtype that it has", key,
                          (long long)record->count, amp_dtype_name(record->dtype), (long long)n, amp_dtype_name(dtype));
     if (record->bytes > 0) memcpy(values, record->data, record->bytes);
     return AMP_OK;
@@ -7918,7 +7982,7 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
 static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name,
                            int64_t i) {
     int n;
-    AMPI_TRY(ampi_need(function, prefix != NULL, "prefix"));
+    AMPI_TRY(ampi_need(function, prefix, "prefix"));
     n = i < 0 ? snprintf(key, AMPI_STATE_KEY, "%s.%s", prefix, name)
               : snprintf(key, AMPI_STATE_KEY, "%s.%s.%lld", prefix, name, (long long)i);
     if (prefix[0] != 0 && strlen(prefix) <= 40 && n < AMPI_STATE_KEY) return AMP_OK;
@@ -7973,15 +8037,15 @@ AMP_API AMPI_COLD amp_result amp_state_encode(const amp_state *state, void **dat
     size_t total, directory, key;
     int format;
     int64_t i;
-    if (state == NULL || data == NULL || bytes == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, state == NULL ? "state" : data == NULL ? "data" : "bytes");
+    AMPI_TRY(ampi_need3(function, state, "state", data, "data", bytes, "bytes"));
     format = ampi_state_format(state);
     key = ampi_state_key_bytes(format);
     directory = (size_t)state->n * ampi_state_entry_bytes(format);
     total = AMPI_STATE_HEADER + directory;
     for (i = 0; i < state->n; i++) {
         if (state->records[i].bytes > PTRDIFF_MAX - 1 - total)
-            return ampi_fail(AMP_ERR_SIZE, function, "%lld records", (long long)state->n);
+            return ampi_fail(AMP_ERR_SIZE, function, "%lld records are more than any memory holds",
+                             (long long)state->n);
         total += state->records[i].bytes;
     }
     blob = (uint8_t *)ampi_memory_take(&state->system, total + 1, 64); /* amp_file_free adds 1 */
@@ -8026,19 +8090,22 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     uint64_t magic = AMPI_MIN(b->bytes, (uint64_t)8), total;
     uint32_t version;
     if (memcmp(b->data, "AMPSTATE", (size_t)magic) != 0)
-        return ampi_fail(AMP_ERR_FORMAT, b->function, "%s does not begin with AMPSTATE", b->name);
+        return ampi_fail(AMP_ERR_FORMAT, b->function,
+                         "%s does not begin with AMPSTATE, as all that amp_state_save writes does", b->name);
     if (b->bytes < 12)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
     version = ampi_le32(b->data + 8);
     if (version > AMPI_STATE_FORMAT)
-        return ampi_fail(AMP_ERR_NEWER, b->function, "%s has format version %u, newest known is %d", b->name, version,
+        return ampi_fail(AMP_ERR_NEWER, b->function,
+                         "%s has format version %u, and the newest that this amp.h reads is %d", b->name, version,
                          AMPI_STATE_FORMAT);
     if (b->bytes < AMPI_STATE_HEADER)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
     if (version == 0 || ampi_crc_add(&b->crc, 0, b->data, 36) != ampi_le32(b->data + 36))
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: header", b->name);
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: its header does not have the checksum that was written",
+                         b->name);
     total = ampi_le64(b->data + 16);
     if (b->bytes < total)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu of %llu bytes", b->name,
@@ -8047,7 +8114,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     b->key = ampi_state_key_bytes((int)version);
     b->entry = ampi_state_entry_bytes((int)version);
     if (b->bytes > total || b->records > (total - AMPI_STATE_HEADER) / b->entry)
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes do not fit its header", b->name,
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: its header does not fit its %llu bytes", b->name,
                          (unsigned long long)b->bytes);
     b->directory = b->records * b->entry;
     return AMP_OK;
@@ -8078,10 +8145,11 @@ static amp_result ampi_state_check_directory(const ampi_blob *b) {
     uint64_t left = b->bytes - AMPI_STATE_HEADER - b->directory, i;
     ampi_record record;
     if (ampi_crc_add(&b->crc, 0, b->data + AMPI_STATE_HEADER, (size_t)b->directory) != ampi_le32(b->data + 32))
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: directory", b->name);
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function,
+                         "%s: the list of its records does not have the checksum that was written", b->name);
     for (i = 0; i < b->records; i++) AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
     if (left != 0)
-        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes belong to no record", b->name,
+        return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes at its end belong to no record", b->name,
                          (unsigned long long)left);
     return AMP_OK;
 }
@@ -8099,7 +8167,8 @@ static amp_result ampi_state_read_records(const ampi_blob *b, amp_state *state) 
             return ampi_fail(AMP_ERR_MEMORY, b->function, "%zu bytes for \"%s\"", record.bytes, record.key);
         if (ampi_state_copy(&b->crc, record.data, payload, record.bytes, ampi_state_element(record.dtype), 0) !=
             ampi_le32(rest + 4))
-            result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\"", b->name, record.key);
+            result = ampi_fail(AMP_ERR_CHECKSUM, b->function,
+                               "%s: record \"%s\" does not have the checksum that was written", b->name, record.key);
         else if (ampi_state_find(state, record.key) != NULL)
             result = ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: record \"%s\" occurs twice", b->name, record.key);
         else
@@ -8130,8 +8199,8 @@ static AMPI_COLD amp_result ampi_state_parse(amp_state **out, const amp_system *
 }
 
 AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, const void *data, size_t bytes) {
-    if (out == NULL || (data == NULL && bytes > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_state_decode", out == NULL ? "out" : "data");
+    AMPI_TRY(ampi_need("amp_state_decode", out, "out"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_state_decode", data, "data"));
     return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
 }
 
@@ -8148,8 +8217,7 @@ static amp_result ampi_state_write(const amp_state *state, const char *path, int
 }
 AMP_API amp_result amp_state_save(const amp_state *state, const char *path) {
     int64_t sum;
-    if (state == NULL || path == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_state_save", state == NULL ? "state" : "path");
+    AMPI_TRY(ampi_need2("amp_state_save", state, "state", path, "path"));
     return ampi_as("amp_state_save", ampi_state_write(state, path, &sum));
 }
 
@@ -8165,7 +8233,7 @@ static amp_result ampi_state_read(amp_state **out, const amp_system *system, con
 }
 AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, const char *path) {
     int64_t sum;
-    if (out == NULL || path == NULL) return ampi_fail(AMP_ERR_NULL, "amp_state_load", out == NULL ? "out" : "path");
+    AMPI_TRY(ampi_need2("amp_state_load", out, "out", path, "path"));
     return ampi_state_read(out, system, path, &sum);
 }
 
@@ -12085,7 +12153,7 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     memset(cpu, 0, sizeof *cpu);
     if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
         (host->free)(host->user, cpu, sizeof *cpu);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the CPU backend's mutex");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "the CPU backend's mutex could not be made");
     }
     cpu->pooled = 1;
     cpu->host = *host;
@@ -12577,7 +12645,7 @@ static const amp_backend *ampi_backend(const amp_context *amp, void **dev, void 
 static amp_result ampi_check_saturate(const amp_context *amp, const char *f, int32_t saturate) {
     if (!saturate || amp->backend->host_visible || amp->backend->saturates) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, f,
-                     ".saturate_inputs: the %s backend cannot cut operands; compute in bf16, or scale the inputs",
+                     ".saturate_inputs: the %s backend cannot cut operands: use bf16, or scale the inputs",
                      amp->backend->name);
 }
 static amp_result ampi_not_captured(const amp_context *amp) {
@@ -12783,7 +12851,7 @@ static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     while (w != NULL && !__atomic_load_n(&w->away, __ATOMIC_ACQUIRE)) w = w->next;
     if (w == NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: step first");
+    return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: call amp_step first");
 }
 static void ampi_watch_gradients(amp_context *amp, ampi_gradient_watch *w) {
     pthread_mutex_lock(&amp->lock);
@@ -12928,14 +12996,14 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function,
-                         "the context that this %s was created from was closed; it can only be destroyed", o->kind);
-    return ampi_fail(AMP_ERR_STATE, function, "the %s that this refers to was destroyed; destroy this object first",
-                     o->kind);
+                         "the context that this %s was created from was closed: it must be destroyed", o->kind);
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "the %s that this refers to was destroyed: this object must be destroyed before that", o->kind);
 }
 
 /* Checks a caller's object, which begins with an ampi_object. */
 static amp_result ampi_need_object(const char *function, const void *object, const char *name) {
-    AMPI_TRY(ampi_need(function, object != NULL, name));
+    AMPI_TRY(ampi_need(function, object, name));
     return ampi_alive((const ampi_object *)object, function);
 }
 
@@ -13106,7 +13174,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
     const amp_system *s = &d->system;
     AMPI_TRY(ampi_fields("amp_open", ampi_desc_fields, sizeof ampi_desc_fields, d));
     if (ampi_fp8_unread(&d->fp8) != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".%s is read with .fp8.scaling = AMP_FP8_DELAYED only",
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".%s is read with .fp8.scaling = AMP_FP8_DELAYED only: set that, or leave this 0",
                          ampi_fp8_unread(&d->fp8));
     if (d->fp8.scaling != AMP_FP8_DELAYED) { d->fp8.amax = AMP_FP8_AMAX_DEFAULT; d->fp8.history = 0; }
     if ((int)d->fallback != AMP_DTYPE_DEFAULT && !ampi_is_compute(d->fallback))
@@ -13115,8 +13184,9 @@ static amp_result ampi_check_desc(amp_desc *d) {
     if (d->share_threads != NULL && d->share_threads->threads == NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_open", "the context of .share_threads was closed, must be open");
     if (d->share_threads != NULL && d->threads > d->share_threads->desc.threads)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".threads = %d, but the context of .share_threads has %d",
-                         d->threads, d->share_threads->desc.threads);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                         ".threads = %d, but the context of .share_threads has %d: set one of the two", d->threads,
+                         d->share_threads->desc.threads);
     if (d->share_threads != NULL && d->parallel.parallel != NULL)
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".share_threads and .parallel are both set, use one");
     if ((s->alloc == NULL) != (s->free == NULL))
@@ -13131,7 +13201,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
                          ".system.thread_start, .thread_join and .thread_detach must be set together");
     if (d->reducer.world < 0 || d->reducer.rank < 0 || d->reducer.rank >= AMPI_MAX(d->reducer.world, 1))
-        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.rank = %d of .world = %d", d->reducer.rank,
+        return ampi_fail(AMP_ERR_RANGE, "amp_open",
+                         ".reducer.rank = %d, must be 0 to .reducer.world - 1, and .world is %d", d->reducer.rank,
                          d->reducer.world);
     if (d->reducer.on_host < 0 || d->reducer.on_host > 2)
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 to 2", d->reducer.on_host);
@@ -13141,13 +13212,14 @@ static amp_result ampi_check_desc(amp_desc *d) {
         return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
                          ".reducer.calls->group_begin and ->group_end must be set together");
     if (d->reduce_on_device && d->reducer.world > 1 && d->reducer.on_host == 0)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_open",
-                         ".reduce_on_device joins the ranks by a .reducer of host memory (.on_host = 1), and this one "
-                         "takes the device's already");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reduce_on_device must have a .reducer of host memory "
+                         "(.on_host = 1), and this one takes the device's already");
     if (d->reducer.world > 1 && d->reducer.reduce == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .world = %d", d->reducer.world);
+        return ampi_fail(AMP_ERR_NULL, "amp_open", ".reducer.reduce is NULL with .reducer.world = %d: set it to "
+                         "the function that sums over the ranks", d->reducer.world);
     if (d->backend != NULL && d->backend->abi != AMP_ABI)
-        return ampi_fail(AMP_ERR_BACKEND, "amp_open", "backend %s was built against another amp.h",
+        return ampi_fail(AMP_ERR_BACKEND, "amp_open",
+                         "backend %s was built against another amp.h: it must be built against this one",
                          d->backend->name ? d->backend->name : "?");
     return AMP_OK;
 }
@@ -13155,7 +13227,8 @@ static amp_result ampi_check_desc(amp_desc *d) {
 /* The path in use, of those that this CPU has. */
 static amp_result ampi_choose_path(amp_desc *d, amp_machine *m) {
     if (d->cpu_path != AMP_CPU_DEFAULT && !ampi_cpu_has(&m->cpu, d->cpu_path))
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".cpu_path = %s, this CPU lacks it; its fastest is %s",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
+                         ".cpu_path = %s, which this CPU lacks: use %s, its fastest, or a lower one",
                          ampi_cpu_path_name(d->cpu_path), ampi_cpu_path_name(m->cpu.path));
     if (d->cpu_path == AMP_CPU_DEFAULT) d->cpu_path = m->cpu.path;
     m->cpu.path = d->cpu_path;
@@ -13177,7 +13250,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     void *data;
     amp_result result;
     if (bytes <= 0 || dtype != AMP_U8)
-        return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans", amp->desc.autotune_file);
+        return ampi_fail(AMP_ERR_CHECKSUM, "amp_open", "%s holds no plans of amp_open", amp->desc.autotune_file);
     AMPI_TRY(ampi_alloc(&amp->system, "amp_open", &data, bytes, 1));
     result = amp_state_get(state, AMPI_PLANS_KEY, AMP_U8, data, bytes);
     if (result == AMP_OK) result = (amp->backend->plans_load)(amp->dev, data, (size_t)bytes);
@@ -13239,7 +13312,7 @@ static amp_result ampi_own_path(const amp_system *system, const char **path) {
 /* amp_choose for this context's device and backend. */
 static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, int32_t allow, amp_choice *out) {
     if (wanted != AMP_FP8 || amp->backend->quantizes) return amp_choose(&amp->machine, wanted, allow, out);
-    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: the %s backend cannot multiply in fp8",
+    return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_choose", "dtype fp8: the %s backend cannot multiply in fp8: use bf16",
                      amp->backend->name);
 }
 
@@ -13375,9 +13448,10 @@ AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *des
     amp_result result;
     void *memory;
     int path_given;
-    AMPI_TRY(ampi_need("amp_open", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_open", out, "out"));
     *out = NULL;
-    if (headers == NULL || n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "headers is NULL or n is below 1");
+    AMPI_TRY(ampi_need("amp_open", headers, "headers"));
+    if (n < 1) return ampi_fail(AMP_ERR_NULL, "amp_open", "n = %lld headers, must be 1 or more", (long long)n);
     AMPI_TRY(ampi_check_headers("amp_open", headers, n));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
@@ -13411,7 +13485,7 @@ AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *des
     amp->host.parallel = ampi_host_parallel;
     if (!ampi_open_locks(amp)) {
         ampi_free(&system, amp, 1, sizeof *amp);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "cannot create the context's mutex");
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "the context's mutex could not be made");
     }
     result = ampi_own_path(&system, &amp->desc.autotune_file);
     if (result != AMP_OK) amp->desc.autotune_file = NULL;
@@ -13486,20 +13560,20 @@ AMP_API AMPI_COLD void amp_close(amp_context *amp) {
 }
 
 AMP_API amp_result amp_query(const amp_context *amp, amp_desc *out) {
-    AMPI_TRY(ampi_need("amp_query", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query", amp, "amp", out, "out"));
     *out = amp->desc;
     out->dtype = amp->choice.dtype;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_machine(const amp_context *amp, amp_machine *out) {
-    AMPI_TRY(ampi_need("amp_query_machine", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query_machine", amp, "amp", out, "out"));
     *out = amp->machine;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
-    AMPI_TRY(ampi_need("amp_query_choice", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_query_choice", amp, "amp", out, "out"));
     *out = amp->choice;
     return AMP_OK;
 }
@@ -13508,7 +13582,7 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || ampi_stored(dtype) == ampi_stored(amp->choice.dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
-                     "levels O2 and O3 store weights in %s; switching the dtype needs level O1",
+                     "levels O2 and O3 store weights in %s: use level O1 to switch the dtype",
                      amp_dtype_name(ampi_stored(amp->choice.dtype)));
 }
 
@@ -13526,7 +13600,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
 static amp_result ampi_check_observed(const amp_context *amp, const char *function, int disable, amp_dtype dtype) {
     if (amp->observer == NULL || (!disable && dtype == amp->desc.autocast_dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
-                     "%s, but an amp_adapt has a ladder that ends in %s: destroy that first",
+                     "%s, but an amp_adapt has a ladder that ends in %s: it must be destroyed first",
                      disable ? "disabled" : amp_dtype_name(dtype), amp_dtype_name(amp->desc.autocast_dtype));
 }
 
@@ -13534,7 +13608,8 @@ static AMPI_COLD amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, in
     amp_choice choice;
     AMPI_TRY(ampi_as("amp_set_dtype", ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
     if (amp->desc.level == AMP_LEVEL_O0 && choice.dtype != AMP_F32)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype", "level O0 computes in fp32, not in %s",
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_set_dtype",
+                         "level O0 computes in fp32, not in %s: set another level in amp_desc",
                          amp_dtype_name(choice.dtype));
     AMPI_TRY(ampi_check_switch(amp, "amp_set_dtype", choice.dtype));
     if (by_host) AMPI_TRY(ampi_check_observed(amp, "amp_set_dtype", 0, choice.dtype));
@@ -13542,12 +13617,12 @@ static AMPI_COLD amp_result ampi_set_dtype(amp_context *amp, amp_dtype dtype, in
     return AMP_OK;
 }
 AMP_API amp_result amp_set_dtype(amp_context *amp, amp_dtype dtype) {
-    AMPI_TRY(ampi_need("amp_set_dtype", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_set_dtype", amp, "amp"));
     return ampi_set_dtype(amp, dtype, 1);
 }
 
 AMP_API amp_result amp_set_enabled(amp_context *amp, int32_t enabled) {
-    AMPI_TRY(ampi_need("amp_set_enabled", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_set_enabled", amp, "amp"));
     if (!enabled) AMPI_TRY(ampi_check_observed(amp, "amp_set_enabled", 1, AMP_F32));
     amp->desc.disable = !enabled;
     ampi_decisions_changed(amp);
@@ -13631,7 +13706,7 @@ static amp_result ampi_alloc_part(amp_context *amp, ampi_part part, void **ptr, 
 }
 
 AMP_API amp_result amp_alloc(amp_context *amp, void **ptr, int64_t bytes) {
-    AMPI_TRY(ampi_need("amp_alloc", amp && ptr, "amp or ptr"));
+    AMPI_TRY(ampi_need2("amp_alloc", amp, "amp", ptr, "ptr"));
     return ampi_alloc_part(amp, AMPI_PART_USER, ptr, bytes);
 }
 
@@ -13646,18 +13721,19 @@ AMP_API void amp_free(amp_context *amp, void *ptr) {
 }
 
 AMP_API amp_result amp_copy(amp_context *amp, void *dst, const void *src, int64_t bytes, amp_copy_kind kind) {
-    if (amp == NULL || (bytes > 0 && (dst == NULL || src == NULL)))
-        return ampi_fail(AMP_ERR_NULL, "amp_copy", "amp, dst or src is NULL");
+    AMPI_TRY(ampi_need("amp_copy", amp, "amp"));
+    if (bytes > 0) AMPI_TRY(ampi_need2("amp_copy", dst, "dst", src, "src"));
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_copy", "bytes = %lld, must be 0 or more", (long long)bytes);
     if (dst != src && !ampi_is_apart(dst, (size_t)bytes, src, (size_t)bytes))
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_copy", "dst and src overlap: they must be apart");
     return bytes == 0
                ? AMP_OK
                : ampi_as("amp_copy", (amp->backend->copy)(amp->dev, dst, src, (size_t)bytes, kind, amp->desc.stream));
 }
 
 AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t bytes) {
-    if (amp == NULL || (bytes > 0 && dst == NULL)) return ampi_fail(AMP_ERR_NULL, "amp_fill", "amp or dst is NULL");
+    AMPI_TRY(ampi_need("amp_fill", amp, "amp"));
+    if (bytes > 0) AMPI_TRY(ampi_need("amp_fill", dst, "dst"));
     if (bytes < 0) return ampi_fail(AMP_ERR_RANGE, "amp_fill", "bytes = %lld, must be 0 or more", (long long)bytes);
     return bytes == 0 ? AMP_OK
                       : ampi_as("amp_fill", (amp->backend->fill)(amp->dev, dst, value, (size_t)bytes,
@@ -13697,7 +13773,7 @@ static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
 
 AMP_API amp_result amp_sync(amp_context *amp) {
     ampi_cells cells;
-    AMPI_TRY(ampi_need("amp_sync", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_sync", amp, "amp"));
     AMPI_TRY(ampi_as("amp_sync", ampi_may_wait(amp)));
     if (amp->backend->host_visible) return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
     AMPI_TRY(ampi_read_cells(amp, &cells));
@@ -13708,14 +13784,14 @@ AMP_API amp_result amp_sync(amp_context *amp) {
 }
 
 AMP_API amp_result amp_event_record(amp_context *amp, void *event) {
-    AMPI_TRY(ampi_need("amp_event_record", amp && event, "amp or event"));
+    AMPI_TRY(ampi_need2("amp_event_record", amp, "amp", event, "event"));
     return amp->backend->host_visible
                ? AMP_OK
                : ampi_as("amp_event_record", (amp->backend->event_record)(amp->dev, event, amp->desc.stream));
 }
 
 AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
-    AMPI_TRY(ampi_need("amp_event_wait", amp && event, "amp or event"));
+    AMPI_TRY(ampi_need2("amp_event_wait", amp, "amp", event, "event"));
     return amp->backend->host_visible
                ? AMP_OK
                : ampi_as("amp_event_wait", (amp->backend->event_wait)(amp->dev, event, amp->desc.stream));
@@ -13736,7 +13812,7 @@ static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
 }
 
 AMP_API amp_result amp_memory(const amp_context *amp, amp_memory_info *out) {
-    AMPI_TRY(ampi_need("amp_memory", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_memory", amp, "amp", out, "out"));
     memset(out, 0, sizeof *out);
     AMPI_TRY(ampi_as("amp_memory", (amp->backend->memory)(amp->dev, out)));
     ampi_memory_counted(amp, out);
@@ -13754,7 +13830,7 @@ AMP_API void amp_memory_reset_peak(amp_context *amp) {
 static amp_result ampi_cleanup(amp_context *amp, int64_t *freed) {
     amp_memory_info before, after;
     if (freed != NULL) *freed = 0;
-    AMPI_TRY(ampi_need("amp_cleanup", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_cleanup", amp, "amp"));
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY((amp->backend->stream_sync)(amp->dev, amp->desc.stream));
     if (freed != NULL) AMPI_TRY(amp_memory(amp, &before));
@@ -13803,10 +13879,12 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
         return ampi_fail(AMP_ERR_RANGE, "amp_param_register",
                          ".embedding = %d, must be 0 or 1: set the struct to 0 before filling it", p->embedding);
     if (p->name == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "parameter %lld has no name", (long long)i);
+        return ampi_fail(AMP_ERR_NULL, "amp_param_register",
+                         ".name of params[%lld] is NULL: set it to a name of its own", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous", p->name);
+        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous, as it must be",
+                         p->name);
     AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
                                 amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
@@ -13829,7 +13907,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                              "%s is already registered; call amp_param_forget first", p->name);
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_param_register", "two parameters are named %s", p->name);
+            return ampi_fail(AMP_ERR_NAME, "amp_param_register",
+                             "two parameters are named %s: each must have a name of its own", p->name);
     return AMP_OK;
 }
 
@@ -13851,8 +13930,8 @@ static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t 
 AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *params, int64_t n) {
     amp_result result = AMP_OK;
     int64_t i;
-    if (amp == NULL || (params == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_param_register", "amp or params is NULL");
+    AMPI_TRY(ampi_need("amp_param_register", amp, "amp"));
+    if (n > 0) AMPI_TRY(ampi_need("amp_param_register", params, "params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, "amp_param_register", "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_param_register", (void **)&amp->params, &amp->n_params, n,
                                 &amp->param_capacity, sizeof *amp->params));
@@ -13944,9 +14023,10 @@ static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0)
         return ampi_fail(AMP_ERR_RANGE, f, ".mask.global = %lld, must be 0 or more", (long long)mask->global);
     if (mask->kind == AMP_MASK_PREFIX && mask->prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL");
+        return ampi_fail(AMP_ERR_NULL, f, ".mask.prefix is NULL: set it to an array with a length for each sequence");
     if (mask->kind == AMP_MASK_ARBITRARY && mask->allowed == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".mask.allowed is NULL");
+        return ampi_fail(AMP_ERR_NULL, f,
+                         ".mask.allowed is NULL: set it to an array with a byte for each pair of positions");
     AMPI_TRY(ampi_check_aligned(f, ".mask.lengths", (uintptr_t)mask->lengths, sizeof *mask->lengths));
     AMPI_TRY(ampi_check_aligned(f, ".mask.documents", (uintptr_t)mask->documents, sizeof *mask->documents));
     return mask->kind == AMP_MASK_PREFIX
@@ -13983,14 +14063,13 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
         return ampi_fail(AMP_ERR_DTYPE, f, "dtype %s, must be u8 or one of %s", amp_dtype_name(dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (queries > INT64_MAX / keys || batch > INT64_MAX / (queries * keys))
-        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements", (long long)batch, (long long)queries,
-                         (long long)keys);
+        return ampi_fail(AMP_ERR_SIZE, f, "%lld x %lld x %lld elements are more than any memory holds",
+                         (long long)batch, (long long)queries, (long long)keys);
     AMPI_TRY(ampi_bytes(f, batch * queries * keys, amp_dtype_size(dtype), &bytes));
     AMPI_TRY(ampi_check_mask(f, m));
     if (m->kind == AMP_MASK_ARBITRARY && m->allowed_head_stride != 0)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f,
-                         ".allowed differs between heads (stride %lld); the cache keeps one mask for all heads",
-                         (long long)m->allowed_head_stride);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".allowed differs between heads (stride %lld): it must be one mask "
+                         "for all heads, as the cache keeps", (long long)m->allowed_head_stride);
     return AMP_OK;
 }
 
@@ -14201,7 +14280,7 @@ static amp_result ampi_mask_get(amp_context *amp, const amp_mask *mask, int64_t 
     ampi_mask_entry e;
     amp_result result;
     void *key;
-    AMPI_TRY(ampi_need("amp_mask_get", amp && mask && out, "amp, mask or out"));
+    AMPI_TRY(ampi_need3("amp_mask_get", amp, "amp", mask, "mask", out, "out"));
     AMPI_TRY(ampi_mask_check(mask, batch, queries, keys, dtype));
     memset(&e, 0, sizeof e);
     e.kind = mask->kind;
@@ -14251,7 +14330,7 @@ AMP_API void amp_mask_release(amp_context *amp, amp_mask_view *view) {
 }
 
 AMP_API amp_result amp_mask_cache_info(const amp_context *amp, amp_cache_info *out) {
-    AMPI_TRY(ampi_need("amp_mask_cache_info", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_mask_cache_info", amp, "amp", out, "out"));
     ampi_lock(amp);
     *out = amp->mask_info;
     out->limit = amp->desc.mask_limit;
@@ -14355,7 +14434,7 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
     int64_t i, kept = 0;                /* others read n_layers without the lock */
     int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
-        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, at most 127", strlen(pattern));
+        return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, must have at most 127", strlen(pattern));
     memset(&choice, 0, sizeof choice);
     if (dtype != AMP_DTYPE_DEFAULT)
         AMPI_TRY(ampi_as(function, ampi_choose_here(amp, dtype, amp->desc.fallback, &choice)));
@@ -14582,9 +14661,8 @@ static amp_result ampi_region_key(amp_context *amp, const char *function) {
     if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
     ampi_unlock(amp);
     return error == 0 ? AMP_OK
-                      : ampi_fail(AMP_ERR_THREAD, function,
-                                  "no thread-specific key for this context (%s): close unused contexts",
-                                  strerror(error));
+                      : ampi_fail(AMP_ERR_THREAD, function, "no thread-specific key for this context (%s): contexts "
+                                  "that are not used must be closed first", strerror(error));
 }
 
 static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc,
@@ -14594,10 +14672,8 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     int error;
     ampi_regions_tidy();
     if (ampi_thread.regions == AMPI_REGION_DEPTH)
-        return ampi_fail(AMP_ERR_STATE, function,
-                         "%d regions are open on this thread, the limit; is an amp_autocast_end or "
-                         "amp_recompute_end missing",
-                         AMPI_REGION_DEPTH);
+        return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, the limit: call "
+                         "amp_autocast_end or amp_recompute_end for each", AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
     error = pthread_setspecific(amp->thread_key, amp);
     if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
@@ -14615,7 +14691,9 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
 static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || i >= c->regions) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "called from within %s, which did not open this region", c->what);
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "called from within %s, which did not open this region: call it where the region was opened",
+                     c->what);
 }
 
 /* amp is only compared: it may have been closed. */
@@ -14623,12 +14701,15 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     const ampi_region *top;
     ampi_regions_tidy();
     if (ampi_thread.regions > 0) AMPI_TRY(ampi_region_is_own(function, ampi_thread.regions - 1, AMPI_STACK));
-    if (ampi_thread.regions == 0) return ampi_fail(AMP_ERR_STATE, function, "no region is open on this thread");
+    if (ampi_thread.regions == 0)
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "no region is open on this thread: call amp_autocast_begin or amp_recompute_begin first");
     top = &ampi_regions.at[ampi_thread.regions - 1];
     if (top->amp != amp)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region of this thread belongs to another context");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the innermost region of this thread belongs to another context, which must close it first");
     if (top->recompute != recompute)
-        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s; close it first",
+        return ampi_fail(AMP_ERR_STATE, function, "the innermost region was opened by %s, and must be closed first",
                          top->recompute ? "amp_recompute_begin" : "amp_autocast_begin");
     ampi_region_drop();
     return AMP_OK;
@@ -14650,7 +14731,7 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     const amp_autocast_desc *outer;
     amp_autocast_desc d;
     amp_choice choice;
-    AMPI_TRY(ampi_need("amp_autocast_begin", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_autocast_begin", amp, "amp"));
     (void)ampi_callout_now(AMPI_STACK);
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
@@ -14697,7 +14778,7 @@ AMP_API amp_result amp_autocast_end(amp_context *amp) {
 AMP_API amp_result amp_recompute_begin(amp_context *amp) {
     amp_autocast_desc outside;
     const amp_autocast_desc *around;
-    AMPI_TRY(ampi_need("amp_recompute_begin", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_recompute_begin", amp, "amp"));
     outside = ampi_outside(amp);
     around = ampi_region_of(amp);
     return ampi_region_push(amp, "amp_recompute_begin", around ? around : &outside, AMPI_RECOMPUTES);
@@ -14851,13 +14932,15 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     const amp_autocast_desc *region;
     amp_autocast_desc always;
     amp_dtype widest;
-    if (amp == NULL || out == NULL || (inputs == NULL && n > 0))
-        return ampi_fail(AMP_ERR_NULL, "amp_autocast_decide", "amp, inputs or out is NULL");
-    if (!ampi_op_exists(amp, op)) return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide", "there is no operator %d", op);
+    AMPI_TRY(ampi_need2("amp_autocast_decide", amp, "amp", out, "out"));
+    if (n > 0) AMPI_TRY(ampi_need("amp_autocast_decide", inputs, "inputs"));
+    if (!ampi_op_exists(amp, op))
+        return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide",
+                         "op = %d is no operator: use one of amp_op, or of amp_operator_register", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
-                         "%s keeps no record of its forward; while recomputing, reopen its region around it",
+                         "%s keeps no record of its forward: while recomputing, call amp_autocast_begin around it",
                          ampi_op_name(amp, op));
     memset(out, 0, sizeof *out);
     region = top ? &top->desc : NULL;
@@ -14975,14 +15058,16 @@ static int ampi_is_cast_policy(amp_cast_policy policy) { return (int)policy >= 0
 
 AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp_cast_policy policy, int32_t *op) {
     int64_t i;
-    AMPI_TRY(ampi_need("amp_operator_register", amp && name && op, "amp, name or op"));
+    AMPI_TRY(ampi_need3("amp_operator_register", amp, "amp", name, "name", op, "op"));
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT)
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name)
-        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, at most 63", strlen(name));
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, must have at most 63",
+                         strlen(name));
     for (i = 0; i < AMPI_BUILTIN_OPS + amp->n_ops; i++)
         if (strcmp(i < AMPI_BUILTIN_OPS ? ampi_builtins[i].name : amp->ops[i - AMPI_BUILTIN_OPS].name, name) == 0)
-            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s already exists", name);
+            return ampi_fail(AMP_ERR_NAME, "amp_operator_register", "operator %s already exists: use another name",
+                             name);
     AMPI_TRY(ampi_lock_and_grow(amp, "amp_operator_register", (void **)&amp->ops, &amp->n_ops, 1, &amp->op_capacity,
                                 sizeof *amp->ops));
     snprintf(amp->ops[amp->n_ops].name, sizeof amp->ops->name, "%s", name);
@@ -14993,9 +15078,10 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 }
 
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
-    AMPI_TRY(ampi_need("amp_operator_override", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_operator_override", amp, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
-        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator", op);
+        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator: use one of amp_op",
+                         op);
     if (!ampi_is_cast_policy(policy))
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
@@ -15004,7 +15090,7 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
 }
 
 AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp_dtype dtype) {
-    AMPI_TRY(ampi_need("amp_layer_override", amp && pattern, "amp or pattern"));
+    AMPI_TRY(ampi_need2("amp_layer_override", amp, "amp", pattern, "pattern"));
     return ampi_layer_set(amp, "amp_layer_override", pattern, dtype);
 }
 
@@ -15206,7 +15292,7 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     amp_k_fp8_slot slot;
     ampi_fp8_table *t = NULL;
     int at = 0;
-    AMPI_TRY(ampi_need(f, amp && weight && out, "amp, weight or out"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", weight, "weight", out, "out"));
     if (tensor < AMP_FP8_X || tensor > AMP_FP8_DY)
         return ampi_fail(AMP_ERR_RANGE, f, "tensor = %d, must be AMP_FP8_X, _WEIGHT or _DY", (int)tensor);
     AMPI_TRY(ampi_check_known(amp, f, weight));
@@ -15215,8 +15301,8 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
     if (weight->id != 0) t = ampi_fp8_find(amp, weight->id, &at);
     ampi_unlock(amp);
     if (t == NULL)
-        return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8, or its weight is not registered",
-                         weight->name ? weight->name : "the weight");
+        return ampi_fail(AMP_ERR_STATE, f, "the layer of %s has not computed in fp8 yet, or its weight is not "
+                         "registered: call amp_param_register first", weight->name ? weight->name : "the weight");
     AMPI_TRY(ampi_as(f, ampi_fp8_read(amp, t->slots + 3 * at + (int)tensor - 1, &slot, 1)));
     if (slot.last.values == 0) slot.last = slot.now;
     memset(out, 0, sizeof *out);
@@ -15369,7 +15455,7 @@ AMP_API AMPI_COLD amp_result amp_fp8_save(const amp_context *amp, amp_state *sta
     ampi_fp8_saved s;
     amp_state *own;
     amp_result r;
-    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_fp8_gather(amp, NULL, &n, &names_bytes));
@@ -15396,7 +15482,8 @@ static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char
         if ((int64_t)strlen(name) == bytes && memcmp(name, *line, (size_t)bytes) == 0) break;
     }
     if (next == NULL || i == amp->n_params)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "it has a history of %.*s, but no such weight is registered",
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                         "it has a history of %.*s, but no such weight is registered: call amp_param_register first",
                          (int)AMPI_MIN(bytes, 100), *line);
     *line = next + 1;
     return t == NULL ? AMP_OK : ampi_fp8_place(amp, amp->params[i].id, 0, t, at);
@@ -15429,10 +15516,12 @@ static amp_result ampi_fp8_load_checked(amp_context *amp, const ampi_fp8_saved *
     for (i = 0; i < 3 * s->n; i++)
         if (s->updates[i] < 0 || !(ampi_bits_f32(s->scales[i]) < 0x7f800000u) ||
             !(ampi_bits_f32(s->amax[i]) < 0x7f800000u))
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a scale or magnitude is negative or not finite");
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                             "a scale or magnitude is negative or not finite: load an earlier state");
     for (i = 0; i < 3 * s->n * s->length; i++)
         if (!(ampi_bits_f32(s->history[i]) < 0x7f800000u))
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load", "a history has a negative or infinite magnitude");
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_fp8_load",
+                             "a history has a negative or infinite magnitude: load an earlier state");
     for (pass = 0; pass < 2; pass++) {              /* all names first, then all places */
         line = s->names;
         for (i = 0; i < s->n; i++) AMPI_TRY(ampi_fp8_named(amp, &line, end, pass ? &t : NULL, &at));
@@ -15455,7 +15544,7 @@ AMP_API AMPI_COLD amp_result amp_fp8_load(amp_context *amp, const amp_state *sta
     ampi_fp8_saved s;
     amp_result r;
     int i;
-    AMPI_TRY(ampi_need(f, amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "fp8", -1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_as(f, amp_state_get(state, key, AMP_I64, saved, AMPI_FP8_RECIPE)));
@@ -15467,7 +15556,8 @@ AMP_API AMPI_COLD amp_result amp_fp8_load(amp_context *amp, const amp_state *sta
     ampi_fp8_recipe_of(amp, saved[5], own);
     for (i = 0; i < 5; i++)
         if (saved[i] != own[i])
-            return ampi_fail(AMP_ERR_MISMATCH, f, "its histories are of a recipe with .fp8.%s = %lld, here it is %lld",
+            return ampi_fail(AMP_ERR_MISMATCH, f,
+                             "its histories are of a recipe with .fp8.%s = %lld, and here it is %lld: set the same",
                              fields[i], (long long)saved[i], (long long)own[i]);
     AMPI_TRY(ampi_key(f, key, prefix, "fp8_names", -1));
     names_bytes = amp_state_count(state, key, NULL);
@@ -15762,7 +15852,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
     const void *data = NULL;
     int how = AMPI_LOOKUP_REPEATED | (amp != NULL && ampi_cache_is_off(amp) ? AMPI_LOOKUP_REFRESH : 0);
     ampi_cache_use use;
-    AMPI_TRY(ampi_need("amp_autocast_cast", amp && param && out, "amp, param or out"));
+    AMPI_TRY(ampi_need3("amp_autocast_cast", amp, "amp", param, "param", out, "out"));
     if (!ampi_is_storage(dtype))
         return ampi_fail(AMP_ERR_DTYPE, "amp_autocast_cast", "dtype %s, must be one of %s", amp_dtype_name(dtype),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
@@ -15785,7 +15875,7 @@ AMP_API amp_result amp_autocast_cast(amp_context *amp, amp_param *param, amp_dty
 
 AMP_API amp_result amp_cast_cache_info(const amp_context *amp, amp_cache_info *out) {
     ampi_cells cells;
-    AMPI_TRY(ampi_need("amp_cast_cache_info", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_cast_cache_info", amp, "amp", out, "out"));
     ampi_lock(amp);
     *out = amp->cache_info;
     out->limit = amp->desc.cache_limit;
@@ -15820,7 +15910,8 @@ static amp_result ampi_rows(const char *function, const char *field, const amp_t
         if (t->shape[i] == 1) continue;
         if (!given) { out->ld = expect = ampi_stride(t, i); given = 1; }
         if (ampi_stride(t, i) != expect && amp_tensor_count(t) > 0)
-            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided", field);
+            return ampi_fail(AMP_ERR_SHAPE, function, ".%s: the leading dimensions are not evenly strided: all rows "
+                             "must be the same distance apart", field);
         expect *= t->shape[i];
     }
     for (i = 0; i < last; i++) rows *= t->shape[i];
@@ -15876,7 +15967,7 @@ static int ampi_plan_is_garbage(const amp_plan *p) {
 
 /* Begins every call with an op.  plan: its offset in the op. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
-    AMPI_TRY(ampi_need(function, amp && op, "amp or op"));
+    AMPI_TRY(ampi_need2(function, amp, "amp", op, "op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
         return ampi_fail(AMP_ERR_RANGE, function,
                          ".plan was not written by a forward: set the struct to 0 before filling it");
@@ -15886,9 +15977,10 @@ static amp_result ampi_op_begin(const char *function, const amp_context *amp, co
 /* Checks the plan of a backward or a recomputed forward. */
 static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     if (plan->compute == AMP_DTYPE_DEFAULT)
-        return ampi_fail(AMP_ERR_STATE, function, "the forward call of this op struct has not run");
+        return ampi_fail(AMP_ERR_STATE, function, "the forward of this op struct has not run: call it first");
     if (plan->mode == AMP_MODE_INFERENCE)
-        return ampi_fail(AMP_ERR_STATE, function, "the forward ran in inference mode, which has no backward");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the forward ran in inference mode, which has no backward: use training mode");
     return AMP_OK;
 }
 
@@ -15910,9 +16002,8 @@ static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_p
     }
     AMPI_TRY(ampi_check_plan(c->f, recorded));
     if (recorded->version != version)
-        return ampi_fail(AMP_ERR_STATE, c->f,
-                         "a parameter of %s has changed since its forward; recompute before the optimizer steps",
-                         layer ? layer : ampi_op_name(c->amp, c->id));
+        return ampi_fail(AMP_ERR_STATE, c->f, "a parameter of %s has changed since its forward: it must be recomputed "
+                         "before the optimizer steps", layer ? layer : ampi_op_name(c->amp, c->id));
     c->plan = *recorded;
     return AMP_OK;
 }
@@ -15936,7 +16027,8 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     const int64_t *have = p->weight.shape;
     char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
-    if (!ampi_is_contiguous(&p->weight)) return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous", field);
+    if (!ampi_is_contiguous(&p->weight))
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous, as it must be", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
@@ -16145,14 +16237,14 @@ static amp_result ampi_linear_check_act(const char *function, const char *field,
 }
 
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
-    AMPI_TRY(ampi_need(function, op->weight != NULL, ".weight"));
+    AMPI_TRY(ampi_need(function, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(function, "x", &op->x, x));
     AMPI_TRY(ampi_rows(function, "y", &op->y, y));
     AMPI_TRY(ampi_check_weight(function, "weight", op->weight, y->cols, x->cols));
     if (op->bias) AMPI_TRY(ampi_check_weight(function, "bias", op->bias, y->cols, -1));
     if (x->rows != y->rows)
-        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld", (long long)x->rows,
-                         (long long)y->rows);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".x has %lld rows, .y has %lld: both must have the same number",
+                         (long long)x->rows, (long long)y->rows);
     AMPI_TRY(ampi_linear_check_act(function, "act", op->act));
     return ampi_linear_check_act(function, "x_act", op->x_act);
 }
@@ -16260,10 +16352,12 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
     const char *name = of_x ? "x_pre" : "pre";
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".%s has no data; backward through GELU needs its input", name);
+        return ampi_fail(AMP_ERR_NULL, f,
+                         ".%s has no data: set it, for backward through GELU reads the activation's input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".%s is the activation's output; backward through GELU needs its input", name);
+                         ".%s is the activation's output: it must be its input, which backward through GELU reads",
+                         name);
     if ((*in)->dtype == d->dtype) return AMP_OK;
     return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must have the dtype of .%s (%s)", of_x ? "dx" : "dy",
                      amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
@@ -16576,7 +16670,8 @@ static amp_result ampi_matmul_kernel(ampi_call *c) {
 /* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
 static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
     if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
-    return ampi_fail(AMP_ERR_SIZE, "amp_gemm", "%s: %lld rows or columns, %lld elements apart, exceed any memory", name,
+    return ampi_fail(AMP_ERR_SIZE, "amp_gemm",
+                     "%s: %lld rows or columns, %lld elements apart, are more than any memory holds", name,
                      (long long)lines, (long long)ld);
 }
 
@@ -16671,13 +16766,13 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     ampi_input in[2];
     amp_plan plan;
     amp_k_gemm g;
-    AMPI_TRY(ampi_need("amp_gemm", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_gemm", amp, "amp"));
     AMPI_TRY(ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc));
     AMPI_TRY(ampi_check_real("amp_gemm", "alpha", (double)alpha, 1, "finite"));
     AMPI_TRY(ampi_check_real("amp_gemm", "beta", (double)beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
-    if (c == NULL || (k > 0 && (a == NULL || b == NULL)))
-        return ampi_fail(AMP_ERR_NULL, "amp_gemm", "a, b or c is NULL");
+    AMPI_TRY(ampi_need("amp_gemm", c, "c"));
+    if (k > 0) AMPI_TRY(ampi_need2("amp_gemm", a, "a", b, "b"));
     if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
@@ -16717,7 +16812,7 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     void *scratch;
     amp_result result;
     ampi_fp host;
-    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
     if (!amp->backend->host_visible)
         return ampi_fail(AMP_ERR_UNSUPPORTED, f, "computes on the CPU only; on a device use amp_gemm");
     AMPI_TRY(ampi_as(f, ampi_gemm_check((int)order, (int)trans_a, (int)trans_b, m, n, k, lda, ldb, ldc)));
@@ -16725,7 +16820,8 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
     AMPI_TRY(ampi_check_real(f, "beta", beta, 1, "finite"));
     if (m == 0 || n == 0) return AMP_OK;
     if (ampi_bits_f64(alpha) << 1 == 0) k = 0;
-    if (c == NULL || (k > 0 && (a == NULL || b == NULL))) return ampi_fail(AMP_ERR_NULL, f, "a, b or c is NULL");
+    AMPI_TRY(ampi_need(f, c, "c"));
+    if (k > 0) AMPI_TRY(ampi_need2(f, a, "a", b, "b"));
     AMPI_TRY(ampi_as(f, ampi_gemm_aligned(k > 0 ? a : c, k > 0 ? b : c, c, sizeof *c)));
     if (k > 0) AMPI_TRY(ampi_as(f, ampi_gemm_places(AMP_F64, row, ta, tb, m, n, k, a, lda, b, ldb, c, ldc)));
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &scratch, (m * k + k * n + m * n) * (int64_t)sizeof *a32)));
@@ -16780,7 +16876,7 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     AMPI_TRY(ampi_check_output(f, "o", &op->o));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    AMPI_TRY(ampi_need(f, op->lse != NULL, ".lse"));
+    AMPI_TRY(ampi_need(f, op->lse, ".lse"));
     k->batch = q_shape[0]; k->queries = q_shape[1]; k->heads = q_shape[2]; k->dim = q_shape[3];
     k->keys = k_shape[1];
     k->q = op->q.data; k->k = op->k.data; k->v = op->v.data; k->o = op->o.data;
@@ -16878,15 +16974,16 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_optional_rows(f, "residual", &op->residual, "x", &k->x, &k->residual));
     AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
-    if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given; RMSNorm has none");
+    if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given, and RMSNorm has none: set it to NULL");
     if (op->residual.data && op->sum.data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data; with .residual backward needs the sum");
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, for with .residual backward reads the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
                          amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
-    if (op->rstd == NULL || (!rms && op->mean == NULL)) return ampi_fail(AMP_ERR_NULL, f, ".rstd or .mean is NULL");
+    AMPI_TRY(ampi_need(f, op->rstd, ".rstd"));
+    if (!rms) AMPI_TRY(ampi_need(f, op->mean, ".mean"));
     AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(ampi_or32(op->eps, 0), 0),
                              "above 0 and finite, 0 (1e-5) or AMP_EXPLICIT_ZERO"));
     k->rms = rms;
@@ -16978,7 +17075,7 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y))
         return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
     if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
-        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes");
+        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes: both must have the same");
     for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
     k->batch = shape[0]; k->heads = shape[1]; k->queries = shape[2]; k->keys = shape[3];
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
@@ -17114,7 +17211,7 @@ static amp_result ampi_check_loss(const char *f, float factor, amp_reduction red
 static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_op *op, amp_k_cross_entropy *k) {
     ampi_places *at = &c->at;
     const char *f = c->f;
-    AMPI_TRY(ampi_need(f, op->labels && op->loss, ".labels or .loss"));
+    AMPI_TRY(ampi_need2(f, op->labels, ".labels", op->loss, ".loss"));
     if (op->classes < 0 || op->classes > k->logits.cols)
         return ampi_fail(AMP_ERR_RANGE, f, ".classes = %lld, must be 1 to %lld columns (0: all)",
                          (long long)op->classes, (long long)k->logits.cols);
@@ -17169,7 +17266,7 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat(f, "target", &op->target, k->n, AMP_DTYPE_DEFAULT));
     if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, op->x.dtype));
-    AMPI_TRY(ampi_need(f, op->loss != NULL, ".loss"));
+    AMPI_TRY(ampi_need(f, op->loss, ".loss"));
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
     ampi_reads(&c->at, ".x", &op->x); ampi_reads(&c->at, ".target", &op->target);
     ampi_reads_array(&c->at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
@@ -17217,8 +17314,8 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     amp_mat w;
     const char *f = c->f;
     if (ampi_is_recomputing(c->amp))
-        return ampi_fail(AMP_ERR_STATE, f, "is not recomputed: it would add to the gradients again");
-    AMPI_TRY(ampi_need(f, op->weight != NULL, ".weight"));
+        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, for it would add to the gradients again");
+    AMPI_TRY(ampi_need(f, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
     AMPI_TRY(ampi_rows(f, "weight", &op->weight->weight, &w));
@@ -17440,7 +17537,7 @@ static amp_result ampi_embedding_prepare(ampi_call *c) {
     amp_k_embedding *k = &c->k.embedding;
     ampi_places *at = &c->at;
     const char *f = c->f;
-    AMPI_TRY(ampi_need(f, op->ids && op->table, ".ids or .table"));
+    AMPI_TRY(ampi_need2(f, op->ids, ".ids", op->table, ".table"));
     AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
     AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
     k->ids = op->ids;
@@ -17587,7 +17684,8 @@ static amp_result ampi_rope_prepare(ampi_call *c) {
     if (k->at) ampi_reads(&c->at, ".positions", &op->positions);
     AMPI_TRY(ampi_rope_tensor(c, 0, &op->q, &op->dq));
     if (op->k.data) AMPI_TRY(ampi_rope_tensor(c, 1, &op->k, &op->dk));
-    else if (c->backward && op->dk.data) return ampi_fail(AMP_ERR_NULL, f, ".k has no data, but .dk does");
+    else if (c->backward && op->dk.data) 
+        return ampi_fail(AMP_ERR_NULL, f, ".k has no data, but .dk does: set both or neither");
     host = ampi_fp_begin();
     k->step = -2 * log2(op->base == 0 ? 10000.0 : (double)op->base) / (double)AMPI_MAX(k->rotary, 1);
     ampi_fp_end(host);
@@ -17739,7 +17837,8 @@ AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op) {
 AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tensor *b, const amp_tensor *y) {
     ampi_places at;
     amp_k_add k;
-    AMPI_TRY(ampi_need("amp_add", amp && a && b && y, "amp, a, b or y"));
+    AMPI_TRY(ampi_need2("amp_add", amp, "amp", a, "a"));
+    AMPI_TRY(ampi_need2("amp_add", b, "b", y, "y"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(a);
     AMPI_TRY(ampi_check_flat("amp_add", "a", a, k.n, AMP_DTYPE_DEFAULT));
@@ -17758,7 +17857,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
 AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_tensor *dst) {
     ampi_places at;
     amp_k_cast k;
-    AMPI_TRY(ampi_need("amp_cast", amp && src && dst, "amp, src or dst"));
+    AMPI_TRY(ampi_need3("amp_cast", amp, "amp", src, "src", dst, "dst"));
     memset(&k, 0, sizeof k);
     k.n = amp_tensor_count(src);
     AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
@@ -17779,7 +17878,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
     char key[AMPI_STATE_KEY];
     amp_state *own;
     amp_result r;
-    AMPI_TRY(ampi_need("amp_random_save", amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3("amp_random_save", amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key("amp_random_save", key, prefix, "random", -1));
     values[0] = (int64_t)amp->desc.seed;
     values[1] = (int64_t)amp->random_offset;
@@ -17795,7 +17894,7 @@ AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, con
 AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_need("amp_random_load", amp && state && prefix, "amp, state or prefix"));
+    AMPI_TRY(ampi_need3("amp_random_load", amp, "amp", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key("amp_random_load", key, prefix, "random", -1));
     if (amp->capture != NULL)
         return ampi_fail(AMP_ERR_STATE, "amp_random_load",
@@ -17806,10 +17905,9 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
     if (amp_state_count(state, key, NULL) >= 0)
         AMPI_TRY(ampi_as("amp_random_load", amp_state_get(state, key, AMP_I64, rank, 2)));
     if (rank[0] != amp->desc.reducer.rank && amp->desc.seed != 0 && amp->desc.seed != (uint64_t)values[0])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load",
-                         "saved by rank %lld of %lld with seed %llu, this is rank %d with seed %llu: "
-                         "ranks with different seeds need separate states",
-                         (long long)rank[0], (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_random_load", "saved by rank %lld of %lld with seed %llu, this is rank "
+                         "%d with seed %llu: ranks with different seeds must save separate states", (long long)rank[0],
+                         (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
                          (unsigned long long)amp->desc.seed);
     /* the seed is built into graphs, the offset is not */
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
@@ -17993,7 +18091,7 @@ AMP_API AMPI_COLD amp_result amp_model_create(amp_context *amp, amp_model **out,
     const char *f = "amp_model_create";
     amp_model *m;
     amp_result result;
-    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2(f, amp, "amp", out, "out"));
     *out = NULL;
     if (max_params < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "max_params = %lld, must be 0 or more", (long long)max_params);
@@ -18011,7 +18109,7 @@ AMP_API AMPI_COLD amp_result amp_model_create(amp_context *amp, amp_model **out,
 static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t rows, int64_t cols, amp_init init,
                                    double value) {
     const char *f = "amp_model_param";
-    AMPI_TRY(ampi_need(f, name != NULL, "name"));
+    AMPI_TRY(ampi_need(f, name, "name"));
     if (name[0] == 0 || strlen(name) >= AMPI_MODEL_NAME)
         return ampi_fail(AMP_ERR_NAME, f, "name \"%.100s\" has %zu bytes, must have 1 to %d", name, strlen(name),
                          AMPI_MODEL_NAME - 1);
@@ -18075,7 +18173,7 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
 
 AMP_API AMPI_COLD amp_param *amp_model_param(amp_model *model, const char *name, int64_t rows, int64_t cols,
                                              amp_init init, double value) {
-    if (model == NULL) { (void)ampi_need("amp_model_param", 0, "model"); return NULL; }
+    if (model == NULL) { (void)ampi_need("amp_model_param", NULL, "model"); return NULL; }
     if (model->failed != AMP_OK) return NULL;
     model->failed = ampi_model_add(model, name, rows, cols, init, value);
     if (model->failed == AMP_OK) return &model->params[model->n - 1];
@@ -18094,7 +18192,7 @@ static amp_result ampi_fail_again(const char *function, amp_result result, const
 
 AMP_API amp_result amp_model_params(const amp_model *model, amp_param **params, int64_t *n) {
     const char *f = "amp_model_params";
-    AMPI_TRY(ampi_need(f, model && params && n, "model, params or n"));
+    AMPI_TRY(ampi_need3(f, model, "model", params, "params", n, "n"));
     AMPI_TRY(ampi_alive(&model->object, f));
     if (model->failed != AMP_OK) return ampi_fail_again(f, model->failed, model->text);
     *params = model->params;
@@ -18146,7 +18244,7 @@ AMP_API AMPI_COLD amp_result amp_model_freeze(amp_model *model, const char *patt
     ampi_nearest nearest = {NULL, 0};
     int64_t i, n = 0;
     AMPI_TRY(ampi_need_object("amp_model_freeze", model, "model"));
-    AMPI_TRY(ampi_need("amp_model_freeze", pattern != NULL, "pattern"));
+    AMPI_TRY(ampi_need("amp_model_freeze", pattern, "pattern"));
     if (frozen != 0 && frozen != 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_model_freeze", "frozen = %d, must be 0 or 1", frozen);
     if (!frozen) AMPI_TRY(ampi_model_thaw(model, pattern));
@@ -18182,8 +18280,8 @@ static amp_result ampi_models_check(amp_context *amp, const amp_param *params, i
         amp_model *m = (amp_model *)(void *)o;
         for (i = 0; strcmp(o->kind, "model") == 0 && i < m->n; i++)
             if (m->rows[i].keeper != NULL && &m->params[i] >= params && &m->params[i] < params + n)
-                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s is another optimizer's; destroy that "
-                                 "first", m->rows[i].name);
+                return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                                 "%s is another optimizer's, which must be destroyed first", m->rows[i].name);
     }
     return AMP_OK;
 }
@@ -18267,7 +18365,7 @@ AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *s
     const void *rest;
     void *values;
     amp_result r;
-    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need2(f, state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_need_object(f, model, "model"));
     amp = model->object.amp;
     AMPI_TRY(ampi_key(f, key, prefix, "model_names", -1));
@@ -18305,7 +18403,7 @@ static amp_result ampi_model_matches(const amp_model *m, const amp_state *state,
     for (i = 0; r == AMP_OK && saved[i] != 0 && saved[i] == text[i]; i++) {}
     if (r == AMP_OK && (n != bytes || saved[i] != text[i])) {
         while (i > 0 && saved[i - 1] != '\n') i--;
-        r = ampi_fail(AMP_ERR_MISMATCH, f, "of another model: it has \"%.*s\", this model \"%.*s\"",
+        r = ampi_fail(AMP_ERR_MISMATCH, f, "saved from another model: it has \"%.*s\", and this model \"%.*s\"",
                       (int)AMPI_MIN(strcspn(saved + i, "\n"), (size_t)100), saved + i,
                       (int)AMPI_MIN(strcspn(text + i, "\n"), (size_t)100), text + i);
     }
@@ -18325,7 +18423,7 @@ AMP_API AMPI_COLD amp_result amp_model_load(amp_model *model, const amp_state *s
     amp_context *amp;
     void *values = NULL;
     amp_result r;
-    AMPI_TRY(ampi_need(f, state && prefix, "state or prefix"));
+    AMPI_TRY(ampi_need2(f, state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_need_object(f, model, "model"));
     amp = model->object.amp;
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
@@ -18352,7 +18450,7 @@ AMP_API AMPI_COLD amp_result amp_tensor_create(amp_context *amp, amp_tensor *out
     amp_tensor t, like;
     amp_result result;
     size_t bytes;
-    AMPI_TRY(ampi_need(f, amp && out && shape, "amp, out or shape"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", out, "out", shape, "shape"));
     if (ndim < 1 || ndim > AMP_MAX_DIMS)
         return ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
     memset(&t, 0, sizeof t);
@@ -18360,7 +18458,8 @@ AMP_API AMPI_COLD amp_result amp_tensor_create(amp_context *amp, amp_tensor *out
     t.ndim = ndim;
     memcpy(t.shape, shape, sizeof *shape * (size_t)ndim);
     if (!ampi_has_memory(t.dtype))
-        return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %s, which no tensor can have", amp_dtype_name(t.dtype));
+        return ampi_fail(AMP_ERR_DTYPE, f, "dtype = %s, which no tensor can have: use the dtype of its elements",
+                         amp_dtype_name(t.dtype));
     like = t;
     like.data = &like;
     if (amp_tensor_count(&like) < 1)
@@ -18583,7 +18682,7 @@ static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const
 static amp_result ampi_shape_linear(const amp_tape *t, ampi_node *n) {
     const amp_tensor *x = &t->nodes[n->key.in[0]].y;
     const amp_param *w = n->key.params[0];
-    AMPI_TRY(ampi_need(t->function, w != NULL, "weight"));
+    AMPI_TRY(ampi_need(t->function, w, "weight"));
     AMPI_TRY(ampi_linear_check_act(t->function, "act", (amp_activation_kind)n->key.act));
     if (w->weight.ndim != 2 || w->weight.shape[1] != x->shape[x->ndim - 1])
         return ampi_shape_misfit(n, t->function, "x", x, "the weight", &w->weight);
@@ -18661,7 +18760,7 @@ static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
 static amp_result ampi_shape_embedding(const amp_tape *t, ampi_node *n) {
     const amp_param *table = n->key.params[0], *positions = n->key.params[1];
     int32_t d = n->key.ndim;
-    AMPI_TRY(ampi_need(t->function, table != NULL, "table"));
+    AMPI_TRY(ampi_need(t->function, table, "table"));
     memset(&n->y, 0, sizeof n->y);
     n->y.dtype = n->key.plan.result;
     n->y.ndim = d + 1;
@@ -18859,7 +18958,7 @@ static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
         return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
     if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
     __atomic_store_n(&t->foreign, 1, __ATOMIC_RELAXED);
-    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
+    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
 }
 
 static ampi_call_key ampi_tape_key(ampi_kind kind) {
@@ -18911,9 +19010,10 @@ static amp_result ampi_tape_losses(const amp_tape *t, ampi_node *n) {
     }
     n->is_loss = (ampi_row_of(n)->flags & AMPI_LOSS) || losses > 0;
     if (n->is_loss && n->key.stretch != 0)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss is not computed again: end the checkpoint first");
+        return ampi_fail(AMP_ERR_UNSUPPORTED, t->function,
+                         "a loss is not computed again: call amp_tape_checkpoint_end first");
     if (losses == 0 || (others == 0 && (n->key.kind == AMPI_ADD || n->key.kind == AMPI_SCALE))) return AMP_OK;
-    return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss can only be scaled, and added to other losses");
+    return ampi_fail(AMP_ERR_UNSUPPORTED, t->function, "a loss must only be scaled, or added to other losses");
 }
 
 static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi_node *n) {
@@ -18926,7 +19026,7 @@ static amp_result ampi_tape_new_node(amp_tape *t, const ampi_call_key *key, ampi
     AMPI_TRY((row->shape)(t, n));
     if (key->store != AMP_DTYPE_DEFAULT) n->y.dtype = key->store;
     if (ampi_shape_count(&n->y) < 0)
-        return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than memory");
+        return ampi_fail(AMP_ERR_SIZE, t->function, "the output has more elements than any memory holds");
     return AMP_OK;
 }
 
@@ -18937,12 +19037,15 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     for (i = 0; i < n_in; i++) {
         key->in[i] = ampi_tape_find(t, in[i]);
         if (key->in[i] < 0)
-            return ampi_fail(AMP_ERR_RANGE, t->function, "operand %d is %s", i + 1,
+            return ampi_fail(AMP_ERR_RANGE, t->function,
+                             "operand %d is %s: pass what an operator of this step returned", i + 1,
                              in[i] == 0 ? "0, no value" : "a value of another tape or of an earlier step");
     }
     AMPI_TRY(ampi_tape_decide(t, key));
     if (t->store != AMP_DTYPE_DEFAULT && ampi_tape_stores(t, key)) key->store = t->store;
-    if (t->n == INT32_MAX / 4) return ampi_fail(AMP_ERR_SIZE, t->function, "the tape has %lld nodes", (long long)t->n);
+    if (t->n == INT32_MAX / 4)
+        return ampi_fail(AMP_ERR_SIZE, t->function,
+                         "the tape has %lld nodes, the most that it holds: use a smaller step", (long long)t->n);
     AMPI_TRY(ampi_tape_grow(t, (void **)&t->nodes, t->n, &t->node_capacity, sizeof *t->nodes));
     n = *out = &t->nodes[t->n];
     t->fresh = t->same < t->n || t->n >= t->compiled || memcmp(&n->key, key, sizeof *key) != 0;
@@ -18956,7 +19059,7 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
 
 /* Whether a call may be recorded; 0: it failed, now or before. */
 static int ampi_tape_ready(amp_tape *t, const char *f) {
-    if (t == NULL) { (void)ampi_need(f, 0, "tape"); return 0; }
+    if (t == NULL) { (void)ampi_need(f, NULL, "tape"); return 0; }
     if (ampi_tape_may_record(t, f) != AMP_OK || t->failed != AMP_OK) return 0;
     t->function = f;
     return 1;
@@ -19698,8 +19801,8 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     if (loss >= 0 && t->nodes[loss].key.plan.mode == AMP_MODE_INFERENCE)
         return ampi_fail(AMP_ERR_STATE, t->function, "the loss was recorded in inference mode: call amp_tape_finish");
     if (loss >= 0 && !t->nodes[loss].wants)
-        return ampi_fail(AMP_ERR_CONFLICT, t->function,
-                         "no parameter with a gradient and no variable reaches the loss in training mode");
+        return ampi_fail(AMP_ERR_CONFLICT, t->function, "no parameter with a gradient and no variable reaches the loss "
+                         "in training mode: it must depend on one");
     ampi_tape_fuse(t);
     AMPI_TRY(ampi_tape_plan_forward(t));
     AMPI_TRY(ampi_tape_plan_backward(t));
@@ -19864,9 +19967,9 @@ static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
     ampi_free(&t->object.amp->system, b.parts, b.capacity, sizeof *b.parts);
     AMPI_TRY(result);
     if (b.best == AMPI_DBL_MAX)
-        return ampi_fail(AMP_ERR_MEMORY, t->function, ".memory_budget = %lld bytes; this step takes %lld, and at least "
-                         "%lld with stretches computed again", (long long)t->desc.memory_budget, (long long)plain,
-                         (long long)b.least);
+        return ampi_fail(AMP_ERR_MEMORY, t->function, ".memory_budget = %lld bytes, must be at least %lld, with "
+                         "stretches computed again; without that this step takes %lld",
+                         (long long)t->desc.memory_budget, (long long)b.least, (long long)plain);
     for (i = 0; i < t->n; i++) t->nodes[i].stretch = t->nodes[i].best;
     AMPI_TRY(ampi_tape_compile_once(t, loss));
     return ampi_tape_plan_finals(t);
@@ -20373,20 +20476,21 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
 static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_value value, int32_t *out) {
     amp_result result;
     int32_t loss = AMPI_NONE;
-    AMPI_TRY(ampi_need(f, t != NULL, "tape"));
+    AMPI_TRY(ampi_need(f, t, "tape"));
     AMPI_TRY(ampi_tape_may_record(t, f));
     AMPI_TRY(ampi_region_is_own(f, t->depth - 1, AMPI_STACK));
     result = ampi_tape_close(t, f);
     t->function = f;
     if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
-        return ampi_fail(AMP_ERR_STATE, f, "another thread called this tape during the step; give it its own");
+        return ampi_fail(AMP_ERR_STATE, f,
+                         "another thread called this tape during the step: give it a tape of its own");
     if (t->failed != AMP_OK) return ampi_fail_again(f, t->failed, t->text);
     AMPI_TRY(result);
     if (t->stretch != 0) return ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end");
     if (with_loss) {
         loss = ampi_tape_find(t, value);
         if (loss < 0)
-            return ampi_fail(AMP_ERR_RANGE, f, "loss is %s",
+            return ampi_fail(AMP_ERR_RANGE, f, "loss is %s: pass what a loss of this step returned",
                              value == 0 ? "0, no value" : "a value of another tape or of an earlier step");
         if (!t->nodes[loss].is_loss)
             return ampi_fail(AMP_ERR_SHAPE, f, "loss is of %s, must be a loss, or a sum or multiple of losses",
@@ -20410,10 +20514,12 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
-        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step; each thread needs a tape of its own");
-    if (ampi_tape_find(t, loss) != t->loss) return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward");
+        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
+    if (ampi_tape_find(t, loss) != t->loss)
+        return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward: pass the same to both");
     if (grad_scale != NULL && grad_scale != t->grad_scale)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "grad_scale is not that of amp_tape_forward, which takes it");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "grad_scale differs from that of amp_tape_forward: pass the same to both");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
     ampi_regions.seed = t->seed;        /* other losses may have come since */
@@ -20434,7 +20540,7 @@ AMP_API amp_result amp_tape_finish(amp_tape *tape) {
 AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes) {
     const char *f = "amp_tape_plan";
     int32_t node;
-    AMPI_TRY(ampi_need(f, bytes != NULL, "bytes"));
+    AMPI_TRY(ampi_need(f, bytes, "bytes"));
     AMPI_TRY(ampi_tape_end(tape, f, loss != 0, loss, &node));
     AMPI_TRY(ampi_tape_compile(tape, node));
     *bytes = tape->needed;
@@ -20483,7 +20589,8 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
 /* Before gradients are taken or dropped. */
 static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
     if (!ampi_tape_waits(amp, NULL)) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "amp_tape_forward has run, and amp_tape_backward has not");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "amp_tape_forward has run, and amp_tape_backward has not: call that first");
 }
 AMP_API amp_result amp_model_zero_grad(amp_model *model) {
     const char *f = "amp_model_zero_grad";
@@ -20512,8 +20619,8 @@ AMP_API void amp_model_destroy(amp_model *model) {
         return;
     user = ampi_is_stopped(&model->object) ? NULL : ampi_model_user(model);
     if (user == NULL) { ampi_object_destroy(&model->object); return; }
-    ampi_log(model->object.amp, AMP_LOG_WARNING, 1106,
-             "amp_model_destroy: %s still uses the parameters; the model stays until its context closes", user);
+    ampi_log(model->object.amp, AMP_LOG_WARNING, 1106, "amp_model_destroy: %s still uses the parameters, so the model "
+             "stays until its context closes: destroy that first", user);
     model->object.unwanted = 1;
 }
 
@@ -20530,11 +20637,13 @@ static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **
             if (p == NULL) continue;
             m = ampi_model_of(t->object.amp, p);
             if (m == NULL || (model != NULL && m != model))
-                return ampi_fail(AMP_ERR_CONFLICT, f, ".record uses %s, of %s: name the parameters in the desc",
+                return ampi_fail(AMP_ERR_CONFLICT, f, ".record uses %s, of %s: set the parameters in the desc",
                                  p->name ? p->name : "?", m ? "a second amp_model" : "no amp_model");
             model = m;
         }
-    AMPI_TRY(ampi_need(f, model != NULL, "a parameter in what .record records"));
+    if (model == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".record records no parameter: it must use one of an amp_model, unless the "
+                         "desc names the parameters");
     *params = model->params;
     *n = model->n;
     return AMP_OK;
@@ -20570,7 +20679,7 @@ static void ampi_tape_stop(ampi_object *object) {
 
 AMP_API amp_result amp_tape_create(amp_context *amp, amp_tape **out, const amp_tape_desc *desc) {
     amp_tape *t;
-    AMPI_TRY(ampi_need("amp_tape_create", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_tape_create", amp, "amp", out, "out"));
     *out = NULL;
     if (desc != NULL && desc->memory_budget < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_tape_create", ".memory_budget = %lld, must be 0 or more",
@@ -20589,7 +20698,8 @@ AMP_API AMPI_COLD void amp_tape_destroy(amp_tape *tape) {
                                          AMPI_STACK) != AMP_OK)
         return;
     if (tape->running && !pthread_equal(pthread_self(), tape->thread)) {
-        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy", "the tape is running on another thread; it stays");
+        (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy",
+                        "the tape is running on another thread, so it stays: call this when it has ended");
         ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
         return;
     }
@@ -20614,7 +20724,7 @@ AMP_API AMPI_COLD void amp_tape_destroy(amp_tape *tape) {
 AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *region) {
     AMPI_TRY(ampi_need_object("amp_tape_begin", tape, "tape"));
     if (tape->running && ampi_callout_now(AMPI_STACK) != NULL)
-        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: this is its callback");
+        return ampi_fail(AMP_ERR_STATE, "amp_tape_begin", "the tape is running: its callback must not begin a step");
     if (tape->running) ampi_tape_left(tape);
     if (tape->state == AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_begin",
@@ -20646,7 +20756,7 @@ static amp_value ampi_tape_refuse(amp_tape *t, const char *f, amp_result result)
 
 static amp_value ampi_tape_enter(amp_tape *tape, const char *f, const amp_tensor *tensor, int variable) {
     ampi_call_key key = ampi_tape_key(AMPI_INPUT);
-    amp_result result = ampi_need(f, tensor != NULL, "tensor");
+    amp_result result = ampi_need(f, tensor, "tensor");
     ampi_node *n;
     int i;
     if (result == AMP_OK) result = ampi_check_tensor(f, "tensor", tensor);
@@ -20694,7 +20804,9 @@ AMP_API void amp_tape_checkpoint_begin(amp_tape *tape) {
 AMP_API void amp_tape_checkpoint_end(amp_tape *tape) {
     const char *f = "amp_tape_checkpoint_end";
     if (!ampi_tape_ready(tape, f)) return;
-    if (tape->stretch == 0) ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f, "no checkpoint is open"));
+    if (tape->stretch == 0)
+        ampi_tape_fail(tape, ampi_fail(AMP_ERR_STATE, f,
+                                       "no checkpoint is open: call amp_tape_checkpoint_begin first"));
     tape->stretch = 0;
 }
 
@@ -20706,7 +20818,7 @@ AMP_API amp_value amp_tape_keep(amp_tape *tape, amp_value value) {
     if (i < 0)
         return ampi_tape_refuse(tape, "amp_tape_keep",
                                 ampi_fail(AMP_ERR_RANGE, "amp_tape_keep",
-                                          "value is of another tape or of an earlier step"));
+                                          "value is of another tape or of an earlier step: pass one of this step"));
     n = &tape->nodes[tape->nodes[i].root];
     if (!n->keeps) tape->compiled = 0;
     n->keep = 1;
@@ -20717,14 +20829,16 @@ static amp_result ampi_tape_look(const amp_tape *t, const char *f, amp_value val
     int32_t i;
     AMPI_TRY(ampi_need_object(f, t, "tape"));
     i = ampi_tape_find(t, value);
-    if (i < 0) return ampi_fail(AMP_ERR_RANGE, f, "value is %s", value ? "of another tape or of an earlier step" : "0");
+    if (i < 0)
+        return ampi_fail(AMP_ERR_RANGE, f, "value is %s: pass what an operator of this step returned",
+                         value ? "of another tape or of an earlier step" : "0, no value");
     *out = &t->nodes[i];
     return AMP_OK;
 }
 
 AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_tensor *out) {
     const ampi_node *n, *root;
-    AMPI_TRY(ampi_need("amp_tape_tensor", tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2("amp_tape_tensor", tape, "tape", out, "out"));
     AMPI_TRY(ampi_tape_look(tape, "amp_tape_tensor", value, &n));
     *out = n->y;
     root = &tape->nodes[n->root];
@@ -20741,7 +20855,7 @@ AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_te
 
 AMP_API amp_result amp_tape_gradient(const amp_tape *tape, amp_value value, amp_tensor *out) {
     const ampi_node *n;
-    AMPI_TRY(ampi_need("amp_tape_gradient", tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2("amp_tape_gradient", tape, "tape", out, "out"));
     AMPI_TRY(ampi_tape_look(tape, "amp_tape_gradient", value, &n));
     if (!n->key.variable || !tape->ran || tape->state == AMPI_TAPE_HALF || n->grad < 0)
         return ampi_fail(AMP_ERR_STATE, "amp_tape_gradient",
@@ -20758,14 +20872,15 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
     void *low = NULL;
     int64_t bytes;
     amp_result result;
-    AMPI_TRY(ampi_need(f, tape && out, "tape or out"));
+    AMPI_TRY(ampi_need2(f, tape, "tape", out, "out"));
     AMPI_TRY(ampi_as(f, amp_tape_tensor(tape, value, &there)));
     amp = tape->object.amp;
     if (there.data == NULL)
         return ampi_fail(AMP_ERR_STATE, f, "the value is not there: call it after the run, and amp_tape_keep before");
     if (amp_tensor_count(&there) != n || !ampi_is_contiguous(&there))
-        return ampi_fail(AMP_ERR_SHAPE, f, "n = %lld, the value has %lld elements%s", (long long)n,
-                         (long long)amp_tensor_count(&there), ampi_is_contiguous(&there) ? "" : ", not contiguous");
+        return ampi_fail(AMP_ERR_SHAPE, f, "n = %lld, and the value has %lld elements%s: pass their number",
+                         (long long)n, (long long)amp_tensor_count(&there),
+                         ampi_is_contiguous(&there) ? "" : ", not contiguous");
     bytes = n * (int64_t)amp_dtype_size(there.dtype);
     if (there.dtype != AMP_F32) AMPI_TRY(ampi_alloc(&amp->system, f, &low, bytes, 1));
     result = amp_copy(amp, low ? low : out, there.data, bytes, AMP_COPY_TO_HOST);
@@ -20846,10 +20961,11 @@ AMP_API AMPI_COLD amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_
     const char *f = "amp_tape_node";
     const ampi_node *n;
     int k;
-    AMPI_TRY(ampi_need(f, out != NULL, "out"));
+    AMPI_TRY(ampi_need(f, out, "out"));
     AMPI_TRY(ampi_need_object(f, tape, "tape"));
     if (i < 0 || i >= tape->n)
-        return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, the step has %lld operators", (long long)i, (long long)tape->n);
+        return ampi_fail(AMP_ERR_RANGE, f, "i = %lld, must be below %lld, the number of operators of the step",
+                         (long long)i, (long long)tape->n);
     n = &tape->nodes[i];
     memset(out, 0, sizeof *out);
     out->op = ampi_row_of(n)->name + sizeof "amp_tape";
@@ -20972,7 +21088,7 @@ AMP_API amp_value amp_tape_rope(amp_tape *tape, amp_value x, int64_t heads, cons
 AMP_API amp_value amp_tape_embedding(amp_tape *tape, const amp_tensor *ids, amp_param *table, amp_param *positions) {
     const char *f = "amp_tape_embedding";
     ampi_call_key key = ampi_tape_key(AMPI_EMBEDDING);
-    amp_result result = ampi_need(f, ids != NULL && ids->data != NULL, "ids");
+    amp_result result = ampi_need2(f, ids, "ids", ids ? ids->data : NULL, ".data of ids");
     ampi_node *n;
     int i;
     if (result == AMP_OK && ids->dtype != AMP_I32)
@@ -21028,7 +21144,7 @@ AMP_API amp_value amp_tape_split(amp_tape *tape, amp_value x, int32_t dim, int64
 AMP_API amp_value amp_tape_reshape(amp_tape *tape, amp_value x, const int64_t *shape, int32_t ndim) {
     const char *f = "amp_tape_reshape";
     ampi_call_key key = ampi_tape_key(AMPI_RESHAPE);
-    amp_result result = ampi_need(f, shape != NULL, "shape");
+    amp_result result = ampi_need(f, shape, "shape");
     int i;
     if (result == AMP_OK && (ndim < 1 || ndim > AMP_MAX_DIMS))
         result = ampi_fail(AMP_ERR_RANGE, f, "ndim = %d, must be 1 to %d", ndim, AMP_MAX_DIMS);
@@ -21049,7 +21165,7 @@ AMP_API amp_value amp_tape_mean(amp_tape *tape, amp_value x) {
 }
 
 #define AMPI_TAPE_OWN \
-    "options: tensors, loss and grad_scale are the tape's; give the scale to amp_tape_backward"
+    "options: tensors, loss and grad_scale are the tape's: leave them 0, and pass the scale to amp_tape_backward"
 AMP_API amp_value amp_tape_cross_entropy(amp_tape *tape, amp_value logits, const int32_t *labels,
                                          const amp_cross_entropy_op *options) {
     const char *f = "amp_tape_cross_entropy";
@@ -21091,7 +21207,7 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
     key.alpha = 1;
     if (options != NULL) { key.layer = options->layer; key.alpha = (double)ampi_or32(options->factor, 1); }
     key.params[0] = weight; key.params[1] = bias;
-    if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, 0, "weight"));
+    if (weight == NULL) return ampi_tape_refuse(tape, f, ampi_need(f, NULL, "weight"));
     if (options != NULL && (options->grad_scale || options->loss || options->x.data || options->dx.data))
         return ampi_tape_refuse(tape, f, ampi_fail(AMP_ERR_CONFLICT, f, AMPI_TAPE_OWN));
     n = ampi_tape_call(tape, key, &x, 1);
@@ -21108,7 +21224,9 @@ AMP_API amp_value amp_tape_linear_cross_entropy(amp_tape *tape, amp_value x, amp
 }
 
 static amp_result ampi_custom_check(const char *f, const amp_value *inputs, int32_t n, const amp_custom_op *op) {
-    AMPI_TRY(ampi_need(f, inputs && op && op->forward, "inputs, op or op->forward"));
+    AMPI_TRY(ampi_need2(f, inputs, "inputs", op, "op"));
+    if (op->forward == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".forward of op is NULL: set it to the function that computes y");
     if (n < 1 || n > AMP_CUSTOM_INPUTS)
         return ampi_fail(AMP_ERR_RANGE, f, "n = %d inputs, must be 1 to %d", n, AMP_CUSTOM_INPUTS);
     if (op->ndim < 0 || op->ndim > AMP_MAX_DIMS)
@@ -21326,10 +21444,10 @@ static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
     return life;
 }
 static amp_result ampi_gradient_refuse(const char *function, const amp_param *p, const char *why) {
-    return ampi_fail(AMP_ERR_STATE, function,
-                     "%s: backward adds to its gradient, %s.  Drop that gradient first (amp_optimizer_zero_grad, "
-                     "amp_model_zero_grad), freeze its model in the other backward (amp_model_freeze), or say that "
-                     "gradients add up over several backwards (.accumulation of its optimizer)", p->name, why);
+    return ampi_fail(AMP_ERR_STATE, function, "%s: backward adds to its gradient, %s.  To drop that gradient, call "
+                     "amp_optimizer_zero_grad or amp_model_zero_grad; to leave the model out of the other backward, "
+                     "amp_model_freeze; if gradients add up over several backwards, set .accumulation of its optimizer",
+                     p->name, why);
 }
 static amp_result ampi_gradient_judge(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     ampi_life life = ampi_gradient_life(amp, p);
@@ -21649,8 +21767,9 @@ static AMPI_COLD amp_result ampi_set_new(amp_context *amp, const char *function,
 
 static amp_result ampi_fail_shared(const amp_grad_set *set, const char *what, int64_t first, int64_t second) {
     const char *a = set->names[first], *b = set->names[second];
-    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", "%s %lld (%s) and %lld (%s) share memory: list it once",
-                     what, (long long)first, a ? a : "unnamed", (long long)second, b ? b : "unnamed");
+    return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
+                     "%s %lld (%s) and %lld (%s) share memory: it must be listed once", what, (long long)first,
+                     a ? a : "unnamed", (long long)second, b ? b : "unnamed");
 }
 /* Weights that two rows share would be stepped twice. */
 static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
@@ -21695,7 +21814,7 @@ static AMPI_COLD amp_result ampi_check_gradient(const char *function, const amp_
     if (!ampi_is_contiguous(&p->weight) || !ampi_is_contiguous(&p->grad))
         return ampi_fail(AMP_ERR_SHAPE, function, "%s: weight and gradient must be contiguous", p->name);
     if (amp_tensor_count(&p->grad) < 0 || amp_tensor_count(&p->grad) != amp_tensor_count(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, function, "%s: the gradient is %s, the weight %s", p->name,
+        return ampi_fail(AMP_ERR_SHAPE, function, "%s: the gradient is %s, must have the weight's shape %s", p->name,
                          ampi_shape_text(&p->grad, a, sizeof a), ampi_shape_text(&p->weight, b, sizeof b));
     if (p->grad.dtype != AMP_F32 && p->grad.dtype != p->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s: the gradient is %s, must be fp32 or the weight's %s", p->name,
@@ -21714,12 +21833,14 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
     *with_grad = 0;
     for (i = 0; i < n; i++) {
         if (params[i].name == NULL)
-            return ampi_fail(AMP_ERR_NULL, function, "parameter %lld has no name", (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, ".name of params[%lld] is NULL: set it to a name of its own",
+                             (long long)i);
         if (params[i].grad.data == NULL) continue;
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
             if (strcmp(params[j].name, params[i].name) == 0)
-                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", params[i].name);
+                return ampi_fail(AMP_ERR_NAME, function,
+                                 "two parameters are named %s: each must have a name of its own", params[i].name);
         ++*with_grad;
     }
     return AMP_OK;
@@ -21787,10 +21908,11 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
         if (!ampi_is_newcomer(set, p, live)) continue;
         if (ampi_capture(set->amp) != NULL)
             return ampi_fail(AMP_ERR_STATE, function, "%s has had no gradient before, and a graph is being captured: "
-                             "unfreeze it, or step once with it, before the capture", p->name);
+                             "it must be unfrozen, or stepped once, before the capture", p->name);
         for (k = 0; k < set->n; k++)
             if (strcmp(set->names[k], p->name) == 0)
-                return ampi_fail(AMP_ERR_NAME, function, "two parameters are named %s", p->name);
+                return ampi_fail(AMP_ERR_NAME, function,
+                                 "two parameters are named %s: each must have a name of its own", p->name);
         AMPI_TRY(ampi_check_gradient(function, p));
         AMPI_TRY(ampi_check_known(set->amp, function, p));
     }
@@ -21859,7 +21981,9 @@ static AMPI_COLD amp_result ampi_check_ranges(const char *function, const amp_ra
             return ampi_fail(AMP_ERR_RANGE, function, "%s %lld: count = %lld, must be 0 or more", name,
                              (long long)i, (long long)range->count);
         if (range->data == NULL && range->count > 0)
-            return ampi_fail(AMP_ERR_NULL, function, "%s %lld: data is NULL", name, (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function,
+                             "%s %lld: .data is NULL with .count = %lld: set .data, or .count to 0", name, (long long)i,
+                             (long long)range->count);
         if (!ampi_is_storage(range->dtype) && range->dtype != AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, function, "%s %lld: %s, must be fp32, fp16, bf16 or fp64", name,
                              (long long)i, amp_dtype_name(range->dtype));
@@ -21892,14 +22016,17 @@ static amp_result ampi_set_create(amp_context *amp, amp_grad_set **out, const am
     int64_t n;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_grad_set_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_grad_set_create", amp, "amp", out, "out", desc, "desc"));
     AMPI_TRY(ampi_check_reserved("amp_grad_set_create", desc->reserved));
     if (desc->n_params < 0 || desc->n_ranges < 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", ".n_params or .n_ranges is negative");
+        return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create",
+                         ".n_params = %lld and .n_ranges = %lld, both must be 0 or more", (long long)desc->n_params,
+                         (long long)desc->n_ranges);
     if (desc->params == NULL && desc->ranges == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL, set one");
+        return ampi_fail(AMP_ERR_NULL, "amp_grad_set_create", ".params and .ranges are both NULL: set one of them");
     if (desc->params != NULL && desc->ranges != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create", ".params and .ranges are both set, set only one");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_create",
+                         ".params and .ranges are both set: set only one of them");
     if ((desc->params ? desc->n_params : desc->n_ranges) == 0 && !desc->sharded)
         return ampi_fail(AMP_ERR_RANGE, "amp_grad_set_create", "%s = 0, must be 1 or more (0 only if .sharded is 1)",
                          desc->params ? ".n_params" : ".n_ranges");
@@ -21935,8 +22062,9 @@ static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
 }
 
 static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t other) {
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s is frozen on rank %d and not on rank %d: freeze it on all ranks or "
-                     "on none", name ? name : "a parameter", (int)frozen, (int)other);
+    return ampi_fail(AMP_ERR_REDUCE, "reducer",
+                     "%s is frozen on rank %d and not on rank %d: it must be frozen on all ranks or on none",
+                     name ? name : "a parameter", (int)frozen, (int)other);
 }
 
 /* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
@@ -21955,7 +22083,7 @@ static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tens
 AMP_API amp_result amp_grad_set_stats(const amp_grad_set *set, amp_grad_stats *out) {
     int64_t element = -1;
     amp_k_grad_stats f;
-    AMPI_TRY(ampi_need("amp_grad_set_stats", set && out, "set or out"));
+    AMPI_TRY(ampi_need2("amp_grad_set_stats", set, "set", out, "out"));
     AMPI_TRY(ampi_alive(&set->object, "amp_grad_set_stats"));
     AMPI_TRY(ampi_as("amp_grad_set_stats", ampi_fetch(set->amp, &f, set->found, sizeof f)));
     if (f.apart_row > 0)
@@ -21995,7 +22123,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
     if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_grad_set_apply",
-                     "the optimizer has .shard: each rank has only a part of the sums");
+                     "the optimizer has .shard, so each rank has only a part of the sums: call amp_step instead");
 }
 static amp_result ampi_set_scale(amp_grad_set *set, const float *factor) {
     void *dev, *stream;
@@ -22119,9 +22247,8 @@ static int ampi_path_adopt(amp_context *amp, int path) {
     if (path == 0 || ampi_path_of_bits(amp) == 0 || path == (int)m->cpu.path) return 1;
     if (amp->path_given || !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) || ampi_path_is_used(amp)) return 0;
     ampi_log(amp, path < (int)m->cpu.path ? AMP_LOG_WARNING : AMP_LOG_INFO, 1113,
-             "products go on by %s in place of %s, for the bits of where the weights come from; .cpu_path chooses "
-             "another",
-             ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
+             "products are computed by %s instead of %s, for the same bits as where the weights come from; set "
+             ".cpu_path to choose another", ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
     ampi_use_path(amp, (amp_cpu_path)path);
     amp_cast_cache_clear(amp);          /* packed for the other kernels */
     return 1;
@@ -22137,8 +22264,9 @@ static amp_result ampi_check_agreed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++)
         if ((set->rows[i].live != 0) != (set->params[i]->grad_live != 0))
-            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: a backward, a freeze or you changed whether it has a "
-                             "gradient after ranks agreed on that in amp_scaler_check: do so before", set->names[i]);
+            return ampi_fail(AMP_ERR_STATE, "reducer", "%s: whether it has a gradient was changed after the ranks "
+                             "agreed on that in amp_scaler_check: backward and freezes must come before",
+                             set->names[i]);
     return AMP_OK;
 }
 
@@ -22231,7 +22359,8 @@ static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_
     int high = bits > 0x7e800000u && bits <= infinity &&
                (ampi_is_none(d->max_scale) || bits <= ampi_bits_f32(d->max_scale));
     if (d->preset == AMP_SCALER_TORCH || low || high || ampi_is_usable(scale)) return AMP_OK;
-    return ampi_fail(AMP_ERR_SCALE, function, "saved scale = %g: the preset %s cannot reach it", (double)scale,
+    return ampi_fail(AMP_ERR_SCALE, function,
+                     "saved scale = %g, which the preset %s cannot reach: use the preset that saved it", (double)scale,
                      ampi_presets[d->preset].name);
 }
 
@@ -22303,7 +22432,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     amp_scaler *scaler;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_scaler_create", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_scaler_create", amp, "amp", out, "out"));
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
@@ -22329,7 +22458,7 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
 }
 
 AMP_API amp_result amp_scaler_query(const amp_scaler *scaler, amp_scaler_desc *out) {
-    AMPI_TRY(ampi_need("amp_scaler_query", scaler && out, "scaler or out"));
+    AMPI_TRY(ampi_need2("amp_scaler_query", scaler, "scaler", out, "out"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_query"));
     *out = scaler->desc;
     return AMP_OK;
@@ -22372,7 +22501,7 @@ static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *stat
 
 AMP_API amp_result amp_scaler_get(const amp_scaler *scaler, amp_k_scaler *out) {
     amp_scaler_desc none;
-    AMPI_TRY(ampi_need("amp_scaler_get", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_scaler_get", out, "out"));
     if (scaler == NULL) {
         memset(&none, 0, sizeof none);
         none.disable = 1;
@@ -22447,7 +22576,7 @@ static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *
 
 static amp_result ampi_check_one_context(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     if (scaler == NULL || scaler->amp == set->amp) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context");
+    return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context: pass one of this context");
 }
 
 /* Between two updates a set serves one scaler. */
@@ -22464,7 +22593,8 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
     for (i = 0; i < set->n; i++) {
         int live = set->params == NULL || set->params[i]->grad_live;
         if (live && set->rows[i].grad_dtype == AMP_F16)
-            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "%s is fp16", set->names[i] ? set->names[i] : "a range");
+            return ampi_fail(AMP_ERR_GRAD_16BIT, function, "the gradient of %s is fp16",
+                             set->names[i] ? set->names[i] : "a range");
     }
     return AMP_OK;
 }
@@ -22499,7 +22629,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     amp_scaler *enabled = ampi_enabled(scaler);
     int64_t filled = 0, forgotten;
     if (scaler == NULL) return AMP_OK;
-    AMPI_TRY(ampi_need("amp_scaler_check", set != NULL, "set"));
+    AMPI_TRY(ampi_need("amp_scaler_check", set, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_check"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_check"));
     if (mode != AMP_CHECK_UNSCALE && mode != AMP_CHECK_READ)
@@ -22509,7 +22639,7 @@ AMP_API amp_result amp_scaler_check(amp_scaler *scaler, amp_grad_set *set, amp_c
     AMPI_TRY(ampi_check_set_known("amp_scaler_check", set));
     AMPI_TRY(ampi_check_owner("amp_scaler_check", set, scaler));
     if (set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "the set was checked since the last update");
+        return ampi_fail(AMP_ERR_UNSCALED, "amp_scaler_check", "these gradients were checked since the last update");
     if (set->stage == AMPI_STEPPED)
         return ampi_fail(AMP_ERR_STEPPED, "amp_scaler_check", "the check must come before the optimizer's step");
     if (set->grow != NULL) AMPI_TRY((set->grow)(set, "amp_scaler_check"));
@@ -22548,7 +22678,7 @@ AMP_API amp_result amp_scaler_update(amp_scaler *scaler) {
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_update"));
     if (!scaler->checked && !scaler->found)
-        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "nothing was checked since the last update");
+        return ampi_fail(AMP_ERR_NO_CHECK, "amp_scaler_update", "no gradients were checked since the last update");
     return ampi_as("amp_scaler_update", ampi_scaler_update(scaler, 0));
 }
 AMP_API amp_result amp_scaler_update_with(amp_scaler *scaler, int32_t found_inf) {
@@ -22606,11 +22736,11 @@ static amp_result ampi_scaler_unscale(amp_scaler *scaler, const amp_range *range
 }
 AMP_API amp_result amp_scaler_unscale(amp_scaler *scaler, const amp_range *ranges, int64_t n, int32_t *apply) {
     const char *f = "amp_scaler_unscale";
-    AMPI_TRY(ampi_need(f, apply != NULL, "apply"));
+    AMPI_TRY(ampi_need(f, apply, "apply"));
     *apply = scaler == NULL;
     if (scaler == NULL) return AMP_OK;
     AMPI_TRY(ampi_alive(&scaler->object, f));
-    AMPI_TRY(ampi_need(f, ranges != NULL, "ranges"));
+    AMPI_TRY(ampi_need(f, ranges, "ranges"));
     if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld ranges, must be 1 or more", (long long)n);
     return ampi_as(f, ampi_scaler_unscale(scaler, ranges, n, apply));
 }
@@ -22619,7 +22749,7 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     amp_k_rule rule;
     int64_t i;
     if (scaler == NULL) return AMP_OK;
-    AMPI_TRY(ampi_need("amp_scaler_rescale", set != NULL, "set"));
+    AMPI_TRY(ampi_need("amp_scaler_rescale", set, "set"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_alive(&set->object, "amp_scaler_rescale"));
     AMPI_TRY(ampi_check_set_known("amp_scaler_rescale", set));
@@ -22705,7 +22835,8 @@ static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to,
             if (to != NULL) { ampi_field_put(record, &place, ampi_field_get(at, k)); continue; }
             value = ampi_field_get(record, &place);
             if (k->low <= k->high && !(amp_is_finite_f64(&value) && value >= k->low && value <= k->high))
-                return ampi_fail(AMP_ERR_RANGE, function, "saved %s = %g is out of range", k->key, value);
+                return ampi_fail(AMP_ERR_RANGE, function, "saved %s = %g is out of range: load an earlier state",
+                                 k->key, value);
             ampi_field_put(at, k, value);
         }
         if (to != NULL) AMPI_TRY(ampi_put(to, prefix, row->record, -1, row->dtype, record, n * count));
@@ -22768,7 +22899,7 @@ static AMPI_COLD amp_result ampi_save_scaler(const amp_scaler *scaler, const amp
 
 AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, const char *prefix) {
     amp_state *own;
-    AMPI_TRY(ampi_need("amp_scaler_save", scaler && state, "scaler or state"));
+    AMPI_TRY(ampi_need2("amp_scaler_save", scaler, "scaler", state, "state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_save"));
     AMPI_TRY(ampi_as("amp_scaler_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
@@ -22778,15 +22909,16 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved by preset %s, this scaler has %s",
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "saved by a scaler with preset %s, and this one has %s: set the same .preset",
                          (int)s->d.preset >= 0 && (int)s->d.preset < AMPI_PRESETS ? ampi_presets[s->d.preset].name
                                                                                   : "?",
                          ampi_presets[preset].name);
     if (ampi_bits_f64(s->d.tolerance) == ampi_bits_f64(AMPI_SAVED_ZERO)) s->d.tolerance = (double)AMP_EXPLICIT_ZERO;
     AMPI_TRY(ampi_check_scaler(f, &s->d));
     if (s->k.growth_interval == 0 || s->k.hysteresis_left > s->d.hysteresis)
-        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range", s->k.growth_interval,
-                         s->k.hysteresis_left);
+        return ampi_fail(AMP_ERR_RANGE, f, "saved interval %d or hysteresis %d is out of range: load an earlier state",
+                         s->k.growth_interval, s->k.hysteresis_left);
     AMPI_TRY(ampi_check_saved_scale(f, &s->d, s->k.scale));
     s->k.inv_scale = ampi_inverse(s->k.scale);
     s->k.found_inf = ampi_is_set(s->k.found_inf) ? 1.0f : 0.0f;
@@ -22797,7 +22929,7 @@ static AMPI_COLD amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state
     ampi_saved_scaler s;
     int32_t disabled = 0;
     char key[AMPI_STATE_KEY];
-    AMPI_TRY(ampi_need("amp_scaler_load", scaler && state, "scaler or state"));
+    AMPI_TRY(ampi_need2("amp_scaler_load", scaler, "scaler", state, "state"));
     AMPI_TRY(ampi_alive(&scaler->object, "amp_scaler_load"));
     AMPI_TRY(ampi_key("amp_scaler_load", key, prefix, "disabled", -1));
     if (amp_state_count(state, key, NULL) >= 0) AMPI_TRY(amp_state_get(state, key, AMP_I32, &disabled, 1));
@@ -22812,7 +22944,9 @@ static AMPI_COLD amp_result ampi_load_scaler(amp_scaler *scaler, const amp_state
         scaler->checked = disabled == AMPI_DISABLED_CHECKED || s.checked;
         return AMP_OK;
     }
-    if (disabled) return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load", "%s was saved by a disabled scaler", prefix);
+    if (disabled)
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_scaler_load",
+                         "%s was saved by a disabled scaler: load it into a disabled one", prefix);
     AMPI_TRY(ampi_saved_walk("amp_scaler_load", NULL, state, prefix, AMPI_SAVED_TABLE(ampi_scaler_saved, s), &s, 1));
     AMPI_TRY(ampi_saved_scaler_check(&s, scaler->desc.preset));
     AMPI_TRY(ampi_send(scaler->amp, scaler->device, &s.k, sizeof s.k));
@@ -22951,14 +23085,14 @@ static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level leve
     if ((int)master < 0 || master > AMP_MASTER_STOCHASTIC)
         return ampi_fail(AMP_ERR_RANGE, function, "%s.master = %d, must be an amp_master_kind", of, (int)master);
     if (level == AMP_LEVEL_O3 && (master == AMP_MASTER_F32 || master == AMP_MASTER_REMAINDER))
-        return ampi_fail(AMP_ERR_CONFLICT, function,
-                         "%s.master asks for masters, and level O3 has none: open the context at level O2",
-                         of);
+        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.master asks for masters, and level O3 has none: set level O2 "
+                         "of the context, or no .master", of);
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && moments != AMP_BF16 && moments != AMP_MOMENTS_8BIT)
         return ampi_fail(AMP_ERR_DTYPE, function, "%s.moments = %s, must be fp32, bf16 or AMP_MOMENTS_8BIT", of,
                          amp_dtype_name(moments));
     if (moments != AMP_DTYPE_DEFAULT && moments != AMP_F32 && !ampi_has_moments(d))
-        return ampi_fail(AMP_ERR_CONFLICT, function, "%s.moments is set, but %s without .momentum has none", of,
+        return ampi_fail(AMP_ERR_CONFLICT, function,
+                         "%s.moments is set, but %s without .momentum has none: set both or neither", of,
                          ampi_optimizers[d->kind].name);
     return AMP_OK;
 }
@@ -22981,8 +23115,8 @@ static amp_result ampi_check_read(const amp_optimizer_desc *d) {
     size_t i;
     for (i = 0; i < sizeof fields / sizeof *fields; i++)
         if (fields[i].odd && !(row->reads & fields[i].readers))
-            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".%s is given, and %s does not read it",
-                             fields[i].name, row->name);
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                             ".%s is given, and %s does not read it: set it to 0", fields[i].name, row->name);
     return AMP_OK;
 }
 
@@ -22990,11 +23124,12 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     const char *f = "amp_optimizer_create";
     int given = ampi_is_given(d->outer_lr) || ampi_is_given(d->outer_momentum) || d->sync_wire != AMP_DTYPE_DEFAULT;
     if (d->sync_every == 0 && given)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".outer_lr, .outer_momentum or .sync_wire is given, but not .sync_every");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".outer_lr, .outer_momentum or .sync_wire is given, but not .sync_every: "
+                         "set that too, or none of them");
     if (d->sync_every == 0) return AMP_OK;
     if (d->sharded)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".sync_every needs the same parameters on all ranks, .sharded says they "
-                         "differ");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".sync_every is for ranks with the same parameters, and .sharded says "
+                         "that they differ: set one of them");
     if (d->sync_wire != AMP_F32 && d->sync_wire != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, f, ".sync_wire = %s, must be fp32 or bf16", amp_dtype_name(d->sync_wire));
     return AMP_OK;
@@ -23033,11 +23168,11 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     AMPI_TRY(ampi_check_outer(d));
     AMPI_TRY(ampi_check_clip(function, d->clip_norm));
     if (d->nesterov && (!(d->momentum > 0) || d->dampening > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov needs .momentum above 0 and .dampening 0");
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".nesterov is set: .momentum must be above 0, and .dampening 0");
     if (d->wire != AMP_F32 && d->wire != AMP_BF16)
         return ampi_fail(AMP_ERR_DTYPE, function, ".wire = %s, must be fp32 or bf16", amp_dtype_name(d->wire));
     if (d->shard >= AMP_SHARD_STATES && (d->sharded || d->clip_each || d->sync_every > 0))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = %s does not go with .%s",
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".shard = %s must not be set with .%s",
                          d->shard == AMP_SHARD_STATES ? "AMP_SHARD_STATES" : "AMP_SHARD_GRADIENTS",
                          d->sharded        ? "sharded, where ranks have other parameters"
                          : d->clip_each    ? "clip_each, which needs all of the sum so far"
@@ -23046,12 +23181,16 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
         return ampi_fail(AMP_ERR_CONFLICT, function, ".overlap_param_gather %s",
                          d->no_overlap ? "does not go with .no_overlap" : "needs .shard = AMP_SHARD_STATES");
     if (d->n_params < 0 || d->n_groups < 0)
-        return ampi_fail(AMP_ERR_RANGE, function, ".n_params or .n_groups is negative");
-    if (d->params == NULL || (d->groups == NULL && d->n_groups > 0))
-        return ampi_fail(AMP_ERR_NULL, function, ".params or .groups is NULL");
+        return ampi_fail(AMP_ERR_RANGE, function, ".n_params = %lld and .n_groups = %lld, both must be 0 or more",
+                         (long long)d->n_params, (long long)d->n_groups);
+    AMPI_TRY(ampi_need(function, d->params, ".params"));
+    if (d->n_groups > 0 && d->groups == NULL)
+        return ampi_fail(AMP_ERR_NULL, function, ".groups is NULL with .n_groups = %lld: set both or neither",
+                         (long long)d->n_groups);
     for (i = 0; i < d->n_groups; i++) {
         if (d->groups[i].match == NULL)
-            return ampi_fail(AMP_ERR_NULL, function, "group %lld has no pattern", (long long)i);
+            return ampi_fail(AMP_ERR_NULL, function, ".match of .groups[%lld] is NULL: set it to a pattern of names",
+                             (long long)i);
         own = d->groups[i];
         AMPI_TRY(ampi_fields(function, ampi_group_fields, sizeof ampi_group_fields, &own));
         AMPI_TRY(ampi_check_storage(d, level, "a group's ", d->groups[i].master, d->groups[i].moments));
@@ -23134,14 +23273,14 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
     for (i = 0; i < o->set->n; i++) {
         narrow += o->set->rows[i].weight_dtype != AMP_F32;
         if (o->set->rows[i].master_kind == AMP_MASTER_REMAINDER && o->set->rows[i].weight_dtype != AMP_BF16)
-            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
-                             "%s: .master = AMP_MASTER_REMAINDER needs a bf16 weight, this one is %s",
-                             o->set->names[i], amp_dtype_name(o->set->rows[i].weight_dtype));
+            return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s: .master = AMP_MASTER_REMAINDER is for bf16 "
+                             "weights, and this one is %s: set another .master", o->set->names[i],
+                             amp_dtype_name(o->set->rows[i].weight_dtype));
     }
     if (narrow > 0 || (o->desc.master != AMP_MASTER_REMAINDER && o->desc.master != AMP_MASTER_STOCHASTIC))
         return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", ".master = %s is for 16-bit weights, but all are fp32: "
-                     "levels O2 and O3 store them in 16 bits",
+                     "set level O2 or O3 of the context, which store weights in 16 bits, or no .master",
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
@@ -23378,9 +23517,10 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
     AMPI_TRY(ampi_may_exchange(o->amp, function));
     if (o->amp->trials > 0)
         return ampi_fail(AMP_ERR_STATE, function, "a parameter gets a gradient inside amp_verify, amp_gradcheck or "
-                         "amp_tune, whose steps are trials: unfreeze it before");
+                         "amp_tune, whose steps are trials: it must be unfrozen before");
     if (o->set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the gradients were checked, and are not used yet: call amp_step first");
     return ampi_check_newcomers(o->set, function, live);
 }
 
@@ -23505,8 +23645,9 @@ static amp_result ampi_check_masters(const amp_context *amp, const amp_param *pa
         set = ((const amp_optimizer *)(const void *)object)->set;
         for (i = 0; i < set->n && result == AMP_OK; i++)
             if (set->rows[i].master != NULL && set->params[i] >= params && set->params[i] < params + n)
-                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create", "%s has its master in another optimizer; "
-                                   "destroy that first", set->names[i]);
+                result = ampi_fail(AMP_ERR_CONFLICT, "amp_optimizer_create",
+                                   "%s has its master in another optimizer, which must be destroyed first",
+                                   set->names[i]);
     }
     ampi_unlock(amp);
     return result;
@@ -23518,7 +23659,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
     amp_result r;
     int64_t rows;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_optimizer_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_optimizer_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_reserved("amp_optimizer_create", d.reserved));
     AMPI_TRY(ampi_fields("amp_optimizer_create", ampi_optimizer_fields, sizeof ampi_optimizer_fields, &d));
@@ -23528,8 +23669,9 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".shard = AMP_SHARD_GRADIENTS: %s keeps memory "
                          "of gradients; use AMP_SHARD_STATES", !AMPI_DISCARDS ? "this system" : amp->backend->name);
     if (d.overlap_param_gather && !amp->backend->host_visible)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create", ".overlap_param_gather: the %s backend gathers "
-                         "weights in the step", amp->backend->name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_optimizer_create",
+                         ".overlap_param_gather: the %s backend gathers weights in the step: set it to 0",
+                         amp->backend->name);
     AMPI_TRY(ampi_check_params("amp_optimizer_create", d.params, d.n_params, &rows));
     AMPI_TRY(ampi_check_groups(amp, &d));
     AMPI_TRY(ampi_check_all_known(amp, "amp_optimizer_create", d.params, d.n_params));
@@ -23547,7 +23689,7 @@ static amp_result ampi_optimizer_create(amp_context *amp, amp_optimizer **out, c
 }
 
 AMP_API amp_result amp_optimizer_query(const amp_optimizer *optimizer, amp_optimizer_desc *out) {
-    AMPI_TRY(ampi_need("amp_optimizer_query", optimizer && out, "optimizer or out"));
+    AMPI_TRY(ampi_need2("amp_optimizer_query", optimizer, "optimizer", out, "out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_query"));
     *out = optimizer->desc;
     return AMP_OK;
@@ -23628,8 +23770,9 @@ static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const am
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
     AMPI_TRY(amp_convert(scratch, p->weight.dtype, values, AMP_F32, n, NULL, &new_inf));
     if (new_inf > 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight", "%s: %lld of %lld finite values are infinite in %s",
-                         p->name, (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_set_weight",
+                         "%s: %lld of %lld finite values become infinite in %s: use smaller values", p->name,
+                         (long long)new_inf, (long long)n, amp_dtype_name(p->weight.dtype));
     if (row != NULL && ampi_has_remainder(row))
         return ampi_send_remainder(o, p->weight.data, n, row, row->first, values, (uint16_t *)scratch);
     AMPI_TRY(ampi_send(o->amp, p->weight.data, scratch, (size_t)n * amp_dtype_size(p->weight.dtype)));
@@ -23644,12 +23787,11 @@ AMP_API AMPI_COLD amp_result amp_optimizer_set_weight(amp_optimizer *optimizer, 
     int64_t i, row, n;
     amp_result r;
     void *scratch;
-    if (o == NULL || param == NULL || values == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, "%s is NULL", o == NULL ? "optimizer" : param == NULL ? "param" : "values");
+    AMPI_TRY(ampi_need3(f, o, "optimizer", param, "param", values, "values"));
     AMPI_TRY(ampi_alive(&o->object, f));
     for (i = 0; i < o->desc.n_params && &o->desc.params[i] != param; i++) {}
     if (i == o->desc.n_params)
-        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params",
+        return ampi_fail(AMP_ERR_NAME, f, "%s is not in the optimizer's .params: pass one of those",
                          param->name ? param->name : "the parameter");
     AMPI_TRY(ampi_check_weights_of(f, param, 1));
     AMPI_TRY(ampi_as(f, ampi_may_wait(o->amp)));
@@ -23696,7 +23838,7 @@ AMP_API AMPI_COLD amp_result amp_optimizer_bytes(const amp_optimizer *optimizer,
     int64_t i, n = 0, weight = 0, gradient = 0, arrays[AMPI_ARRAYS] = {0, 0, 0};
     double parameters;
     int a;
-    AMPI_TRY(ampi_need("amp_optimizer_bytes", optimizer && out, "optimizer or out"));
+    AMPI_TRY(ampi_need2("amp_optimizer_bytes", optimizer, "optimizer", out, "out"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_bytes"));
     for (i = 0; i < optimizer->set->n; i++) {
         const amp_k_tensor *row = &optimizer->set->rows[i], *whole = ampi_whole_row(optimizer->set, i);
@@ -23727,7 +23869,7 @@ static amp_result ampi_graph_note(amp_optimizer *o) {
     for (i = 0; i < graph->n; i++)
         if (graph->optimizers[i] == o)
             return ampi_fail(AMP_ERR_STATE, "amp_graph_begin",
-                             "an optimizer steps twice: a graph holds one step of each optimizer");
+                             "an optimizer steps twice: a graph must hold one step of each optimizer");
     AMPI_TRY(
         ampi_grow(o->amp, "amp_graph_begin", (void **)&graph->optimizers, graph->n, &graph->capacity, sizeof(void *)));
     graph->optimizers[graph->n++] = o;
@@ -23813,10 +23955,10 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     AMPI_TRY(ampi_check_set_known(function, o->set));
     AMPI_TRY(ampi_check_owner(function, o->set, scaler));
     if (o->set->stage == AMPI_STEPPED)
-        return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer stepped since the last update");
+        return ampi_fail(AMP_ERR_STEPPED, function, "this optimizer has stepped since the last update");
     AMPI_TRY(ampi_tape_is_whole(o->amp, function));
     if (ampi_tape_runs(o->amp, o->set->params, o->set->n))
-        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: step after "
+        return ampi_fail(AMP_ERR_STATE, function, "called from within a tape that runs: call it after "
                          "amp_tape_backward, or in grad_ready once all gradients of this optimizer were told");
     AMPI_TRY(ampi_check_by_hand(function, o));
     if (o->set->stage == AMPI_READY) AMPI_TRY((o->set->grow)(o->set, function));
@@ -23971,9 +24113,9 @@ AMP_API int32_t amp_step_result_next(amp_optimizer *optimizer, amp_step_result *
     out->ranks_waited = o->ranks[slot][1];
     o->delivered++;
     if (out->at_floor)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1101,
-                 "step %lld overflowed in %s and the loss scale %g cannot shrink further",
-                 (long long)out->step, out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
+        ampi_log(o->amp, AMP_LOG_WARNING, 1101, "step %lld overflowed in %s, and the loss scale %g is the smallest "
+                 "allowed: look for infinity or NaN in the data and the loss", (long long)out->step,
+                 out->first_bad ? out->first_bad : "the gradients", (double)out->scale);
     return 1;
 }
 
@@ -24039,14 +24181,15 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     const amp_backend *backend;
     amp_graph *graph;
     amp_result result;
-    AMPI_TRY(ampi_need(f, amp != NULL, "amp"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
     backend = ampi_backend(amp, &dev, &stream);
-    if (ampi_capture(amp) != NULL) return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already");
+    if (ampi_capture(amp) != NULL)
+        return ampi_fail(AMP_ERR_STATE, f, "a graph is being captured already: call amp_graph_end first");
     if (backend->graph_begin == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: run the step without one",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, f, "the %s backend has no graphs: call the step without one",
                          backend->name);
     if (ampi_live_gradients(amp, 0))
-        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: step first, or drop them "
+        return ampi_fail(AMP_ERR_STATE, f, "a cycle has gradients but no step yet: call amp_step first, or drop them "
                          "(amp_optimizer_zero_grad, amp_model_zero_grad)");
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
@@ -24071,8 +24214,8 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                              "a set was checked without its amp_scaler_update: a graph holds both");
     for (i = 0; i < graph->n; i++)
         open |= graph->optimizers[i]->micro > 0 || graph->optimizers[i]->set->stage != AMPI_READY;
-    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open: a graph holds whole steps; what "
-                            "they leave of another optimizer's gradients amp_optimizer_zero_grad drops")
+    return open ? ampi_fail(AMP_ERR_STATE, function, "an accumulation cycle is open, and a graph must hold whole "
+                            "steps; amp_optimizer_zero_grad drops what they leave of another optimizer's gradients")
                 : AMP_OK;
 }
 
@@ -24155,7 +24298,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     amp_graph *graph;
     amp_result result;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2(f, amp, "amp", out, "out"));
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
@@ -24195,13 +24338,13 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
     const amp_backend *backend;
     amp_result result = AMP_OK;
     int64_t i, n;
-    if (graph == NULL) return ampi_fail(AMP_ERR_NULL, "amp_graph_launch", "graph is NULL");
+    AMPI_TRY(ampi_need("amp_graph_launch", graph, "graph"));
     AMPI_TRY(ampi_alive(&graph->object, "amp_graph_launch"));
     backend = ampi_backend(graph->amp, &dev, &stream);
     AMPI_TRY(ampi_may_wait(graph->amp));
     if (graph->settings_version != ampi_settings_version(graph->amp))
         return ampi_fail(AMP_ERR_GRAPH, "amp_graph_launch",
-                         "precision, overrides, seed or settings changed since its capture began");
+                         "the precision, an override, the seed or a setting has changed since the capture began");
     AMPI_TRY(ampi_graph_check(graph, "amp_graph_launch"));
     for (i = 0; i < graph->n; i++) AMPI_TRY(ampi_check_apart(graph->optimizers[i]));
     AMPI_TRY(ampi_graph_numbers(graph));
@@ -24403,10 +24546,10 @@ static amp_result ampi_save_cycle(const amp_optimizer *o, amp_state *state, cons
     amp_result r;
     if (o->set->stage == AMPI_CHECKED)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
-                         "the gradients were checked, and are not used yet: step first");
+                         "the gradients were checked, and are not used yet: call amp_step first");
     if (o->set->buckets != NULL && o->set->buckets->posted > 0)
         return ampi_fail(AMP_ERR_STATE, "amp_optimizer_save",
-                         "the gradients are being summed over the ranks: step first");
+                         "the gradients are being summed over the ranks: call amp_step first");
     AMPI_TRY(ampi_alloc(s, "amp_optimizer_save", (void **)&live, o->set->n, 1));
     for (i = 0; i < o->set->n; i++) live[i] = o->set->params[i]->grad_live != 0;
     r = ampi_put(state, prefix, "live", -1, AMP_U8, live, o->set->n);
@@ -24664,7 +24807,7 @@ static AMPI_COLD amp_result ampi_save_optimizer(const amp_optimizer *o, amp_stat
 
 AMP_API amp_result amp_optimizer_save(const amp_optimizer *optimizer, amp_state *state, const char *prefix) {
     amp_state *own;
-    AMPI_TRY(ampi_need("amp_optimizer_save", optimizer && state, "optimizer or state"));
+    AMPI_TRY(ampi_need2("amp_optimizer_save", optimizer, "optimizer", state, "state"));
     AMPI_TRY(ampi_alive(&optimizer->object, "amp_optimizer_save"));
     AMPI_TRY(ampi_as("amp_optimizer_save", amp_state_create(&own, &state->system)));
     return ampi_state_take(state, own, ampi_save_optimizer(optimizer, own, prefix), "amp_optimizer_save");
@@ -24699,7 +24842,7 @@ static amp_result ampi_check_both(const ampi_archive *r, const char *name, const
     if (ampi_saved_count(r->from, r->prefix, name, -1, NULL) >= 0 ||
         ampi_saved_count(r->from, r->prefix, other, -1, NULL) < 0)
         return AMP_OK;
-    return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s.%s, but %s.%s", r->prefix, name,
+    return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s.%s, but %s.%s", r->prefix, name,
                      r->prefix, other);
 }
 /* A list of names; there may be none.  To be freed: *bytes. */
@@ -24734,7 +24877,8 @@ static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t b
             ampi_name_one(&named[1], name, (int64_t)strlen(name));
             r->rows[i++] = -1;
         } else if (i == set->n) {
-            return ampi_fail(AMP_ERR_MISMATCH, f, "%.*s was saved too", (int)AMPI_MIN(n, (int64_t)100), saved + at);
+            return ampi_fail(AMP_ERR_MISMATCH, f, "the state has %.*s too, which this optimizer does not have",
+                             (int)AMPI_MIN(n, (int64_t)100), saved + at);
         } else if (at >= bytes) {
             return ampi_fail(AMP_ERR_MISMATCH, f, "parameter %lld is %s, which the state does not have; to let it "
                              "begin anew, freeze it, load the state, and unfreeze it", (long long)i, name);
@@ -24760,7 +24904,7 @@ static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
     amp_result result;
     AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, "names", -1));
     if (amp_state_count(r->from, key, NULL) < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s", key);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s", key);
     result = ampi_load_text(r, "names", &saved, &bytes);
     if (result == AMP_OK) result = ampi_check_both(r, "frozen", "counts");
     if (result == AMP_OK) result = ampi_load_text(r, "frozen", &frozen, &frozen_bytes);
@@ -24779,7 +24923,7 @@ static amp_result ampi_compare_shape(const ampi_archive *r, const int64_t *saved
         k = r->rows[i];
         if (k < 0) continue;
         if (saved[2 * k] != shape[2 * i])
-            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, %lld were saved", name,
+            return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s has %lld elements, and %lld were saved", name,
                              (long long)shape[2 * i], (long long)saved[2 * k]);
         if (saved[2 * k + 1] != shape[2 * i + 1])
             return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
@@ -24811,7 +24955,8 @@ static amp_result ampi_check_array(const ampi_archive *r, const char *name, int6
     AMPI_TRY(ampi_key("amp_optimizer_load", key, r->prefix, name, ampi_saved_row(r, i)));
     n = amp_state_count(r->from, key, &dtype);
     if (n < 0)
-        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "there is no record %s for %s", key, r->o->set->names[i]);
+        return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s for %s", key,
+                         r->o->set->names[i]);
     if (n == count && (dtype == wanted || (wanted == AMP_F32 && dtype == AMP_BF16))) return AMP_OK;
     return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "%s: record %s holds %lld x %s, must be %lld x %s",
                      r->o->set->names[i], key, (long long)n,
@@ -24864,10 +25009,11 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                                                  : micro > 0 || live       ? "in the middle of a cycle"
                                                                            : "between two outer steps";
     if (saved[AMPI_CYCLE_SHARDED] != own[AMPI_CYCLE_SHARDED])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks",
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved %s .sharded over %lld ranks: set the same",
                          saved[AMPI_CYCLE_SHARDED] ? "with" : "without", (long long)saved[AMPI_CYCLE_WORLD]);
     if (micro > 0 && saved[AMPI_CYCLE_ACCUMULATION] != own[AMPI_CYCLE_ACCUMULATION])
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved after %lld of %lld micro-batches, .accumulation is %lld",
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "saved after %lld of %lld micro-batches, and .accumulation is %lld: set the same",
                          (long long)micro, (long long)saved[AMPI_CYCLE_ACCUMULATION],
                          (long long)own[AMPI_CYCLE_ACCUMULATION]);
     if ((micro == 0 && !live && !saved[AMPI_CYCLE_SHARDED] && !period) ||
@@ -24887,7 +25033,7 @@ static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int peri
         for (i = 0; i < r->n_saved; i++) live[i] = micro > 0 && ampi_has_record(r->from, r->prefix, "grad", i);
         if (micro == 0 || own[AMPI_CYCLE_WORLD] == 1) return AMP_OK;
         return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
-                         "saved in the middle of a cycle, by a rank it does not name");
+                         "saved in the middle of a cycle, by a rank that the state does not name");
     }
     AMPI_TRY(ampi_get(r->from, r->prefix, "cycle", -1, AMP_I64, saved, AMPI_SAVED_CYCLE));
     AMPI_TRY(ampi_get(r->from, r->prefix, "live", -1, AMP_U8, live, r->n_saved));
@@ -24942,14 +25088,16 @@ static amp_result ampi_load_part(const ampi_archive *r) {
 
 static amp_result ampi_check_saved_steps(const amp_optimizer *o, const ampi_saved_optimizer *n) {
     if (n->kind != (int64_t)o->desc.kind)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by %s",
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved by an optimizer of kind %s: set the same .kind",
                          ampi_optimizers[n->kind < AMPI_OPTIMIZERS ? n->kind : 0].name);
     if (n->micro >= o->desc.accumulation)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load", "saved after %lld micro-batches, .accumulation is %d",
-                         (long long)n->micro, o->desc.accumulation);
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_optimizer_load",
+                         "saved after %lld micro-batches, and .accumulation is %d: set it to more", (long long)n->micro,
+                         o->desc.accumulation);
     if (n->delivered > n->attempts || n->flushed > n->attempts || n->step > n->attempts ||
         n->skips != n->attempts - n->step)
-        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "the saved counters contradict each other");
+        return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load",
+                         "the saved counters contradict each other: load an earlier state");
     AMPI_TRY(ampi_check_lr("amp_optimizer_load", "the saved lr", &o->desc, n->lr));
     return AMP_OK;
 }
@@ -24990,7 +25138,8 @@ static amp_result ampi_load_kernels(ampi_loading *l) {
     if (!ampi_has_record(r->from, r->prefix, "kernels", -1)) return AMP_OK;
     AMPI_TRY(ampi_get(r->from, r->prefix, "kernels", -1, AMP_I32, l->kernels, 2));
     if (l->kernels[0] >= 0 && l->kernels[0] < AMP_CPU_PATHS && ampi_is_compute((amp_dtype)l->kernels[1])) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load", "%s.kernels = %d, %d: no CPU path and dtype", r->prefix,
+    return ampi_fail(AMP_ERR_RANGE, "amp_optimizer_load",
+                     "%s.kernels = %d, %d, must be a CPU path and a dtype: load an earlier state", r->prefix,
                      l->kernels[0], l->kernels[1]);
 }
 /* Goes on as the state was trained, or says what is otherwise. */
@@ -25033,7 +25182,8 @@ static amp_result ampi_load_steps(ampi_loading *l) {
         l->steps[i].beta2_power = powers[2 * i + 1];
         if (counts[i] < 0 || counts[i] > l->numbers.step || !ampi_is_share(powers[2 * i]) ||
             !ampi_is_share(powers[2 * i + 1]))
-            result = ampi_fail(AMP_ERR_RANGE, f, "the saved steps of row %lld (%lld, %g, %g) are out of range",
+            result = ampi_fail(AMP_ERR_RANGE, f,
+                               "the saved steps of row %lld (%lld, %g, %g) are out of range: load an earlier state",
                                (long long)i, (long long)counts[i], powers[2 * i], powers[2 * i + 1]);
     }
     ampi_free(s, powers, 2 * n, sizeof *powers);
@@ -25108,7 +25258,7 @@ static AMPI_COLD amp_result ampi_load_optimizer(amp_optimizer *o, const amp_stat
     const amp_system *s;
     ampi_loading l;
     amp_result r;
-    AMPI_TRY(ampi_need("amp_optimizer_load", o && state, "optimizer or state"));
+    AMPI_TRY(ampi_need2("amp_optimizer_load", o, "optimizer", state, "state"));
     AMPI_TRY(ampi_alive(&o->object, "amp_optimizer_load"));
     s = ampi_context_system(o->amp);
     memset(&l, 0, sizeof l);
@@ -25172,7 +25322,7 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
     s->lr = ampi_or(s->lr, 0);
     if ((s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)) || (s->timescale > 0 && !(row->reads & AMPI_READS_TIME)) ||
         ((s->decay > 0 || s->decay_kind != AMP_SCHEDULE_DEFAULT) && !(row->reads & AMPI_READS_DECAY)))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it",
+        return ampi_fail(AMP_ERR_CONFLICT, function, ".%s is given, and %s does not read it: set it to 0",
                          s->min_lr > 0 && !(row->reads & AMPI_READS_MIN)         ? "min_lr"
                          : s->timescale > 0 && !(row->reads & AMPI_READS_TIME) ? "timescale"
                          : s->decay > 0                                        ? "decay"
@@ -25183,7 +25333,8 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
     if (s->timescale == 0) s->timescale = s->warmup > 0 ? s->warmup : 10000;
     if (s->kind == AMP_SCHEDULE_WSD && s->decay == 0) s->decay = AMPI_MAX(s->steps / 5, (int64_t)1);
     if (s->steps > 0 && (s->decay > s->steps || s->warmup > s->steps - s->decay))
-        return ampi_fail(AMP_ERR_CONFLICT, function, ".warmup = %lld and .decay = %lld are longer than .steps = %lld",
+        return ampi_fail(AMP_ERR_CONFLICT, function,
+                         ".warmup = %lld and .decay = %lld together must be at most .steps = %lld",
                          (long long)s->warmup, (long long)s->decay, (long long)s->steps);
     if (s->decay_kind == AMP_SCHEDULE_DEFAULT) s->decay_kind = s->kind;
     if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
@@ -25216,7 +25367,7 @@ static double ampi_schedule_rate(const amp_schedule *s, int64_t step) {
 AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, double *lr) {
     amp_schedule s;
     ampi_fp host;
-    AMPI_TRY(ampi_need("amp_schedule_lr", schedule && lr, "schedule or lr"));
+    AMPI_TRY(ampi_need2("amp_schedule_lr", schedule, "schedule", lr, "lr"));
     s = *schedule;
     AMPI_TRY(ampi_schedule_check(&s));
     if (step < 0)
@@ -25491,8 +25642,8 @@ static amp_result ampi_hook_ranks_join(amp_context *amp) {
     if (seat->ranks->broken[0] != 0)
         result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
     else if (seat->state == AMPI_SEAT_TAKEN)
-        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open", ".reducer: rank %d has an open context already",
-                           (int)seat->rank);
+        result = ampi_fail(AMP_ERR_CONFLICT, "amp_open",
+                           ".reducer: rank %d has an open context already: each rank must open one", (int)seat->rank);
     else {
         seat->state = AMPI_SEAT_TAKEN;
         seat->ranks->holders++;
@@ -25517,7 +25668,7 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
     void *memory;
     amp_ranks *r;
     int32_t i;
-    AMPI_TRY(ampi_need(f, out && desc, "out or desc"));
+    AMPI_TRY(ampi_need2(f, out, "out", desc, "desc"));
     *out = NULL;
     if (desc->world < 1 || desc->world > AMPI_RANKS_MOST)
         return ampi_fail(AMP_ERR_RANGE, f, ".world = %d, must be 1 to %d", (int)desc->world, AMPI_RANKS_MOST);
@@ -25540,14 +25691,14 @@ AMP_API amp_result amp_ranks_create(amp_ranks **out, const amp_ranks_desc *desc)
     if (ampi_timed_lock_init(&r->lock, &r->met) != 0) {
         ampi_free(&system, r->seats, r->world, sizeof *r->seats);
         ampi_free(&system, r, 1, sizeof *r);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the ranks' lock");
+        return ampi_fail(AMP_ERR_THREAD, f, "the ranks' mutex could not be made");
     }
     *out = r;
     return AMP_OK;
 }
 
 AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer *out) {
-    AMPI_TRY(ampi_need("amp_ranks_reducer", ranks && out, "ranks or out"));
+    AMPI_TRY(ampi_need2("amp_ranks_reducer", ranks, "ranks", out, "out"));
     if (rank < 0 || rank >= ranks->world)
         return ampi_fail(AMP_ERR_RANGE, "amp_ranks_reducer", "rank = %d, must be 0 to %d", (int)rank,
                          (int)ranks->world - 1);
@@ -25578,7 +25729,7 @@ static amp_result ampi_exchange_fail(const amp_reducer *r, const ampi_exchange *
     const char *why = ampi_reducer_why(r);
     char text[80];
     if (why != NULL && why[0] != 0) return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s", why);
-    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: the hook returned %d", (int)r->rank,
+    return ampi_fail(AMP_ERR_REDUCE, "reducer", "rank %d %s: your callback returned %d, must return 0", (int)r->rank,
                      ampi_exchange_text(e, text, sizeof text), code);
 }
 static int ampi_is_native(const amp_exchanges *c, ampi_exchange_kind kind) {
@@ -25791,8 +25942,8 @@ static amp_result ampi_hook_ranks_open(amp_context *amp) {
     int i, code;
     if (!amp->desc.reduce_on_device || r->world == 1) return AMP_OK;
     if (b->communicator == NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open", ".reduce_on_device: the %s backend has no way between ranks",
-                         b->name);
+        return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
+                         ".reduce_on_device: the %s backend has no way between ranks: set it to 0", b->name);
     memset(id, 0, sizeof id);
     result = (b->communicator_id)(amp->dev, r->rank == 0 ? id : NULL);
     for (i = 0; i < AMP_COMMUNICATOR_ID; i++) said[i] = (float)id[i];
@@ -25826,7 +25977,8 @@ static int ampi_ranks_code(amp_context *amp, int code) {
     double failed = code != 0;
     amp_result result = ampi_ranks_most(amp, &failed, 1);
     if (result != AMP_OK || code != 0) return result != AMP_OK ? (int)result : code;
-    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer", "it failed on another rank") : 0;
+    return failed > 0 ? (int)ampi_fail(AMP_ERR_REDUCE, "reducer",
+                                       "it failed on another rank, whose own error says why") : 0;
 }
 static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
     return (amp_result)ampi_ranks_code(amp, (int)result);
@@ -26229,7 +26381,8 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     int64_t i;
     int counts = whole && b->amp->trials == 0;
     if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
-        return ampi_fail(AMP_ERR_STATE, "reducer", "a child of fork() has no part in its parent's ranks");
+        return ampi_fail(AMP_ERR_STATE, "reducer",
+                         "a child of fork() has no part in its parent's ranks: create ranks of its own");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
     start = ampi_seconds(b->amp);
     pthread_mutex_lock(&b->lock);
@@ -26343,7 +26496,8 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
         return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
                          "load a state: %.300s", why);
     if (!left || parent) return AMP_OK;
-    return ampi_fail(AMP_ERR_STATE, function, "a child of fork() has no part in its parent's ranks");
+    return ampi_fail(AMP_ERR_STATE, function,
+                     "a child of fork() has no part in its parent's ranks: create ranks of its own");
 }
 
 /* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
@@ -26508,16 +26662,18 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     AMPI_TRY(ampi_buckets_memory(b));
     AMPI_TRY(ampi_buckets_cut(b));
     AMPI_TRY(ampi_buckets_stream(b));
-    if (pthread_mutex_init(&b->lock, NULL) != 0) return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' lock");
+    if (pthread_mutex_init(&b->lock, NULL) != 0)
+        return ampi_fail(AMP_ERR_THREAD, f, "the mutex for sums over ranks could not be made");
     if (pthread_cond_init(&b->changed, NULL) != 0) {
         pthread_mutex_destroy(&b->lock);
-        return ampi_fail(AMP_ERR_THREAD, f, "cannot create the buckets' condition");
+        return ampi_fail(AMP_ERR_THREAD, f, "the condition for sums over ranks could not be made");
     }
     b->locks = 1;
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
     if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
-        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread for sums over ranks: they are not hidden behind backward");
+        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread could be started for sums over ranks, so they do not run "
+                 "beside backward: raise the limit (ulimit -u)");
         b->threaded = 0;
     }
     b->watch.open = ampi_bucket_open;
@@ -26565,7 +26721,8 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
     if (b->torn != AMP_OK)
-        ampi_log(b->amp, AMP_LOG_ERROR, 1107, "weights of %s and others are partly from before the last step: %.300s",
+        ampi_log(b->amp, AMP_LOG_ERROR, 1107,
+                 "weights of %s and others are partly from before the last step, so load a saved state: %.300s",
                  b->set->names[0], b->torn_why);
     if (b->locks) {
         pthread_cond_destroy(&b->changed);
@@ -26763,7 +26920,8 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
         return ampi_fail_frozen(name, apart.value > 0 ? apart.rank : 0, apart.value > 0 ? 0 : apart.rank);
     if (apart.which % AMPI_COMMON == AMPI_COMMON_KIND)
         return ampi_fail(AMP_ERR_REDUCE, "reducer", "parameter %lld (%s) of rank %d has another name, shape, dtype or "
-                         "group than rank 0's", (long long)i, name ? name : "unnamed", (int)apart.rank);
+                         "group than rank 0's: all ranks must have the same", (long long)i, name ? name : "unnamed",
+                         (int)apart.rank);
     return ampi_fail(AMP_ERR_REDUCE, "reducer", "%s of rank %d has other values than rank 0's: initialise all ranks "
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
@@ -26789,9 +26947,9 @@ static amp_result ampi_agree_apart(const ampi_common *c) {
         for (r = 1; r < world && result == AMP_OK; r++)
             for (q = 0; q < r && result == AMP_OK; q++)
                 if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
-                    result = ampi_fail(AMP_ERR_REDUCE, "reducer", "ranks %d and %d share a %s of %s; each needs a "
-                                       "model of its own", (int)q, (int)r, i % 2 ? "gradient" : "weight",
-                                       set->names[i / 2]);
+                    result = ampi_fail(AMP_ERR_REDUCE, "reducer",
+                                       "ranks %d and %d share a %s of %s: each rank must have a model of its own",
+                                       (int)q, (int)r, i % 2 ? "gradient" : "weight", set->names[i / 2]);
     ampi_free(s, all, world * n, sizeof *all);
     return result;
 }
@@ -26824,7 +26982,8 @@ AMP_API AMPI_COLD amp_result amp_params_broadcast(amp_context *amp, amp_param *p
     const char *f = "amp_params_broadcast";
     ampi_gradient_watch *w;
     int64_t i;
-    AMPI_TRY(ampi_need(f, amp != NULL && (params != NULL || n == 0), "amp or params"));
+    AMPI_TRY(ampi_need(f, amp, "amp"));
+    if (n != 0) AMPI_TRY(ampi_need(f, params, "params"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
     AMPI_TRY(ampi_as(f, ampi_may_wait(amp)));
     AMPI_TRY(ampi_may_exchange(amp, f));
@@ -26857,7 +27016,7 @@ static amp_result ampi_set_drop_sums(amp_grad_set *set) {
 static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
     AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
-                     "dropped; run backward for a whole cycle");
+                     "dropped: call backward for a whole cycle");
 }
 
 /* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
@@ -27083,7 +27242,7 @@ static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_r
     AMPI_TRY(ampi_largest(amp, &failed));
     memcpy(ampi_error_text, why, sizeof why);
     if (own != AMP_OK || !ampi_is_set(failed)) return own;
-    return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and says why");
+    return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and its own error says why");
 }
 
 /* Behind the two numbers are the sums of the ranks' files, which those of 0.1.0 do not have. */
@@ -27093,7 +27252,7 @@ enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
 static amp_result ampi_index_path(char *path, size_t size, const char *of, int64_t save, int64_t rank) {
     int n = snprintf(path, size, "%s.%lld.%lld", of, (long long)save, (long long)rank);
     if (n > 0 && (size_t)n < size) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long");
+    return ampi_fail(AMP_ERR_RANGE, "amp_state_save_ranks", "the path is too long: use a shorter one");
 }
 static int64_t ampi_index_number(const ampi_record *index, int64_t i) {
     int64_t number;
@@ -27171,7 +27330,7 @@ static AMPI_COLD amp_result ampi_save_ranks(amp_context *amp, const amp_state *s
 }
 AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
     const char *f = "amp_state_save_ranks";
-    AMPI_TRY(ampi_need(f, amp && state && path, "amp, state or path"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", state, "state", path, "path"));
     AMPI_TRY(ampi_may_exchange(amp, f));
     return ampi_as(f, ampi_save_ranks(amp, state, path));
 }
@@ -27233,8 +27392,8 @@ static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int6
     for (whose[1] = world; whose[0] < world && done >= 0; whose[0]++)
         done = ampi_join_one(parts[whose[0]], whose, k, done, all, like);
     r = done != k->count
-            ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of %lld ranks do not make one of %lld elements", like->key,
-                        (long long)world, (long long)k->count)
+            ? ampi_fail(AMP_ERR_FORMAT, f, "%s: the parts of its %lld ranks do not have %lld elements together",
+                        like->key, (long long)world, (long long)k->count)
             : amp_state_put(out, like->key, like->dtype, all, n);
     ampi_free(&out->system, all, n, amp_dtype_size(like->dtype));
     return r;
@@ -27264,7 +27423,8 @@ static amp_result ampi_load_rank(const amp_system *system, const char *path, con
     AMPI_TRY(ampi_state_read(out, system, part, &sum));
     if (index->count == AMPI_INDEX || sum == ampi_index_number(index, AMPI_INDEX + rank)) return AMP_OK;
     amp_state_destroy(*out);
-    return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks", "%s is of another save than %s", part, path);
+    return ampi_fail(AMP_ERR_CHECKSUM, "amp_state_load_ranks",
+                     "%s was written by another save than %s: all files of a save must stay together", part, path);
 }
 static AMPI_COLD amp_result ampi_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
@@ -27295,7 +27455,7 @@ static AMPI_COLD amp_result ampi_load_ranks(const amp_context *amp, amp_state **
 AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out, const char *path) {
     const char *f = "amp_state_load_ranks";
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, out && path, "out or path"));
+    AMPI_TRY(ampi_need2(f, out, "out", path, "path"));
     return ampi_as(f, ampi_load_ranks(amp, out, path));
 }
 
@@ -27305,7 +27465,7 @@ static amp_result ampi_hook_ranks_join(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     if (r->reduce == NULL && r->world <= 1) return AMP_OK;
     return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
-                     ".reducer is given, but AMP_NO_RANKS left ranks out of this program");
+                     ".reducer is given, but AMP_NO_RANKS left ranks out of this program: build it without that macro");
 }
 static amp_result ampi_hook_ranks_open(amp_context *amp) { (void)amp; return AMP_OK; }
 static void ampi_hook_ranks_leave(amp_context *amp) { (void)amp; }
@@ -27572,8 +27732,9 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
     if (*got >= AMPI_MIN(bytes, f->bytes - offset)) return AMP_OK;
     if (*got >= 0)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s ended at offset %lld, it had %lld bytes",
-                         f->path, (long long)(offset + *got), (long long)f->bytes);
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name,
+                         "%s ended at offset %lld, and had %lld bytes when it was opened", f->path,
+                         (long long)(offset + *got), (long long)f->bytes);
     return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
                      (long long)offset);
 }
@@ -27593,8 +27754,9 @@ static amp_result ampi_data_check_size(const ampi_data_file *f) {
 static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64_t n) {
     uint32_t magic, version, known;
     if (n < AMPI_LLMC_HEADER)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, an llm.c header has %d",
-                         f->path, (long long)f->bytes, AMPI_LLMC_HEADER);
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name,
+                         "%s has %lld bytes, and an llm.c header alone has %d", f->path, (long long)f->bytes,
+                         AMPI_LLMC_HEADER);
     magic = ampi_le32(head);
     version = ampi_le32(head + 4);
     if (magic != 20240520u && magic != 20240801u)
@@ -27726,7 +27888,7 @@ static AMPI_COLD amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *he
     if (npy.start > n || !ampi_npy_dict(&text, &npy) || npy.dims < 1 || (npy.fortran && npy.dims > 1) ||
         (tokens && npy.dims != 1))
         return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
-                         "%s: the header is not that of a%s plain array in C order", f->path,
+                         "%s: its header must be that of a%s plain array in C order", f->path,
                          tokens ? " one-dimensional" : "");
     f->dtype = ampi_npy_dtype(npy.descr, tokens);
     if (f->dtype == AMP_DTYPE_DEFAULT)
@@ -27736,8 +27898,8 @@ static AMPI_COLD amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *he
     f->count = npy.shape[0];
     for (i = 1, f->row = 1; i < npy.dims; i++) {
         if (npy.shape[i] == 0 || npy.shape[i] > ((int64_t)1 << 40) / f->row)
-            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: dimension %d is %lld", f->path, i,
-                             (long long)npy.shape[i]);
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s: dimension %d is %lld, must be 0 or more",
+                             f->path, i, (long long)npy.shape[i]);
         f->row *= npy.shape[i];
     }
     return ampi_data_check_size(f);
@@ -27749,9 +27911,9 @@ static AMPI_COLD amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp
     int64_t n;
     int error = f->is_open ? 0 : ampi_file_open(&l->system, f->path, 0, &f->handle);
     if (error == -EMFILE)
-        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
-                         "%s: all files stay open; of %lld only %lld could be opened: raise `ulimit -n`", f->path,
-                         (long long)l->n_files, (long long)(f - l->files));
+        return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: all files must stay open, and of %lld only %lld "
+                         "could be opened: raise the limit (ulimit -n)", f->path, (long long)l->n_files,
+                         (long long)(f - l->files));
     if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
     f->is_open = 1;
     f->bytes = ampi_file_size(&l->system, f->handle);
@@ -27763,8 +27925,8 @@ static AMPI_COLD amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
     if (n > f->bytes)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
-                         "%s holds more than its size of %lld bytes, as files in /proc do; copy it", f->path,
-                         (long long)f->bytes);
+                         "%s holds more than its size of %lld bytes, as files in /proc do: it must be copied first",
+                         f->path, (long long)f->bytes);
     if (l->kind == AMPI_FROM_ARRAYS) return ampi_npy_header(f, head, n, 0);
     if (format == AMP_TOKENS_DEFAULT)
         format = n >= 4 && (ampi_le32(head) == 20240520u || ampi_le32(head) == 20240801u) ? AMP_TOKENS_LLMC
@@ -27776,7 +27938,7 @@ static AMPI_COLD amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp
     f->dtype = format == AMP_TOKENS_U16 ? AMP_U16 : AMP_U8;
     f->count = format == AMP_TOKENS_U16 ? f->bytes / 2 : f->bytes;
     if (format == AMP_TOKENS_U16 && f->bytes % 2 != 0)
-        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, which ends in half a token",
+        return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name, "%s has %lld bytes, so its last token is cut off",
                          f->path, (long long)f->bytes);
     return AMP_OK;
 }
@@ -27886,7 +28048,8 @@ static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     if (folder[0] == 0) folder = ".";
     AMPI_CALLOUT("file_list", error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s));
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
-    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "listing %s: %s", folder, strerror(-error));
+    return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "the folder %s could not be listed: %s", folder,
+                     strerror(-error));
 }
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
@@ -27961,8 +28124,9 @@ static amp_result ampi_loader_count_tokens(amp_loader *l) {
     int64_t i, at = 0;
     for (i = 0; i < l->n_files; i++) {
         if (l->files[i].format != l->files[0].format || l->files[i].dtype != l->files[0].dtype)
-            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name, "%s and %s are of different formats",
-                             l->files[0].path, l->files[i].path);
+            return ampi_fail(AMP_ERR_FORMAT, ampi_loader_create_name,
+                             "%s and %s are of different formats: all files must be of one", l->files[0].path,
+                             l->files[i].path);
         l->tokens += l->files[i].count;
     }
     l->desc.format = l->files[0].format;
@@ -27989,7 +28153,8 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     for (i = 0; i < l->n_files; i++) {
         ampi_data_file *f = l->files + i;
         if (f->count != l->files[0].count)
-            return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, "%s has %lld rows, %s has %lld", l->files[0].path,
+            return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                             "%s has %lld rows, and %s has %lld: all must have the same number", l->files[0].path,
                              (long long)l->files[0].count, f->path, (long long)f->count);
         l->source.fields[i].dtype = f->dtype;
         l->source.fields[i].count = f->row;
@@ -28034,9 +28199,11 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     amp_memory_kind kind = AMP_MEMORY_HOST;
     amp_tensor row;
     char text[96];
-    if (t->data == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data", i);
+    if (t->data == NULL)
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".tensors[%d] has no data: set its .data", i);
     if (!ampi_has_memory(t->dtype))
-        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".tensors[%d].dtype = %s, which no array can have", i,
+        return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name,
+                         ".tensors[%d].dtype = %s, which no array can have: use the dtype of its elements", i,
                          amp_dtype_name(t->dtype));
     if (amp_tensor_count(t) < 1)
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
@@ -28046,12 +28213,14 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     row = *t;
     row.shape[0] = 1;
     if (!ampi_is_contiguous(&row))
-        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d]: its rows are not contiguous", i);
-    if (fabs((double)t->stride[0]) * (double)t->shape[0] > AMPI_STRIDES_MOST)
         return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
-                         ".tensors[%d] has stride %lld, which exceeds any memory", i, (long long)t->stride[0]);
+                         ".tensors[%d]: its rows are not contiguous: each row must be", i);
+    if (fabs((double)t->stride[0]) * (double)t->shape[0] > AMPI_STRIDES_MOST)
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[%d] has stride %lld, which exceeds any "
+                         "memory: use the distance of its rows in elements", i, (long long)t->stride[0]);
     if (t->shape[0] != l->tensors[0].shape[0])
-        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name, ".tensors[0] has %lld rows, .tensors[%d] has %lld",
+        return ampi_fail(AMP_ERR_SHAPE, ampi_loader_create_name,
+                         ".tensors[0] has %lld rows, .tensors[%d] has %lld: all must have the same number",
                          (long long)l->tensors[0].shape[0], i, (long long)t->shape[0]);
     if (!l->backend->host_visible) AMPI_TRY((l->backend->memory_kind)(l->dev, t->data, &kind));
     if (kind == AMP_MEMORY_DEVICE || kind == AMP_MEMORY_OTHER_DEVICE)
@@ -28081,7 +28250,9 @@ static amp_result ampi_loader_tensors(amp_loader *l) {
 static amp_result ampi_loader_count_callback(amp_loader *l) {
     const amp_source *s = &l->source;
     int32_t i;
-    AMPI_TRY(ampi_need(ampi_loader_create_name, s->read != NULL, ".source->read"));
+    if (s->read == NULL)
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name,
+                         ".read of .source is NULL: set it to the function that reads a sample");
     if (s->samples < 1 || s->n_fields < 1 || s->n_fields > AMP_MAX_FIELDS)
         return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
                          ".source->samples = %lld and .n_fields = %d, must be 1 or more and 1 to %d",
@@ -28089,7 +28260,8 @@ static amp_result ampi_loader_count_callback(amp_loader *l) {
     l->hash = ampi_hash_number(ampi_hash_number(l->hash, (int64_t)s->hash), s->samples);
     for (i = 0; i < s->n_fields; i++) {
         if (!ampi_has_memory(s->fields[i].dtype))
-            return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name, ".source->fields[%d].dtype = %d", i,
+            return ampi_fail(AMP_ERR_DTYPE, ampi_loader_create_name,
+                             ".source->fields[%d].dtype = %d, must be the dtype of its elements", i,
                              (int)s->fields[i].dtype);
         if (s->fields[i].count < 1)
             return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
@@ -28123,10 +28295,10 @@ static amp_result ampi_loader_open(amp_loader *l) {
     l->whole = per_rank / d->batch;
     l->batches = l->whole + (d->last_batch != AMP_LAST_DROP && l->samples > l->whole * d->world * d->batch);
     if (l->batches < 1)
-        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name, "%s: %lld samples are less than one batch of %lld%s",
+        return ampi_fail(AMP_ERR_RANGE, ampi_loader_create_name,
+                         "%s: %lld samples are less than one batch of %lld%s: set a smaller .batch",
                          l->n_files > 0 ? l->files[0].path : d->tensors != NULL ? ".tensors" : "callback",
-                         (long long)l->samples, (long long)d->batch,
-                         d->world > 1 ? " on each rank" : "");
+                         (long long)l->samples, (long long)d->batch, d->world > 1 ? " on each rank" : "");
     l->end = d->epochs == 0 || d->epochs > INT64_MAX / l->batches ? INT64_MAX : d->epochs * l->batches;
     return AMP_OK;
 }
@@ -28201,8 +28373,9 @@ static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int6
     if (got < 0)
         return ampi_fail(AMP_ERR_READ, "amp_loader_next", "worker %d: %s: %s at offset %lld", w->id, f->path,
                          strerror((int)-got), (long long)offset);
-    return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next", "worker %d: %s ended at offset %lld, it had %lld bytes",
-                     w->id, f->path, (long long)(offset + got), (long long)f->bytes);
+    return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next",
+                     "worker %d: %s ended at offset %lld, and had %lld bytes when it was opened", w->id, f->path,
+                     (long long)(offset + got), (long long)f->bytes);
 }
 
 /* *data = bytes of a file, valid until the next call. */
@@ -28430,7 +28603,7 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
         ampi_callout_end(out);
         error[sizeof error - 1] = 0;
         if (failed != 0)
-            return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: the callback returned %d: %s",
+            return ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: sample %lld: your callback returned %d: %s",
                              w->id, (long long)what.sample, failed, error);
         for (k = 0; k < l->source.n_fields; k++)
             if (ampi_field_is_cast(l, k))
@@ -28497,14 +28670,15 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
     const ampi_worker *w = l->workers + id;
     long long offset = (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED);
     if (l->kind == AMPI_FROM_CALLBACK)
-        return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d is in the callback with sample %lld",
-                         l->desc.timeout_ms, id, offset);
-    return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, worker %d reads %s at offset %lld",
+        return ampi_fail(AMP_ERR_TIMEOUT, function,
+                         "%d ms have passed, and worker %d is in your callback with sample %lld", l->desc.timeout_ms,
+                         id, offset);
+    return ampi_fail(AMP_ERR_TIMEOUT, function, "%d ms have passed, and worker %d reads %s at offset %lld",
                      l->desc.timeout_ms, id, l->files[__atomic_load_n(&w->file, __ATOMIC_RELAXED)].path, offset);
 }
 
 static amp_result ampi_stopped(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped");
+    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
 }
 
 /* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
@@ -28549,7 +28723,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         }
         if (l->threads > 0 && l->lost == l->threads) {
             result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                               "no worker is left, the callback ended their threads: create a new loader");
+                               "no worker is left, for your callback ended their threads: create a new loader");
             break;
         }
         if (begin == 0) {
@@ -28624,7 +28798,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     if (l->desc.workers == AMP_NO_WORKERS) return ampi_files_open(l);
     error = ampi_thread_start(&l->system, &o->thread, ampi_opener_main, l);
     if (error != 0)
-        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files: %s", strerror(-error));
+        return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files could not be started: %s",
+                         strerror(-error));
     pthread_mutex_lock(&l->lock);
     while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
     if (!o->done) {
@@ -28639,7 +28814,7 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
         return o->result;
     }
     file = __atomic_load_n(&o->file, __ATOMIC_ACQUIRE);
-    (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed, opening %s", l->desc.timeout_ms,
+    (void)ampi_fail(AMP_ERR_TIMEOUT, ampi_loader_create_name, "%d ms have passed while opening %s", l->desc.timeout_ms,
                     file >= 0 ? l->files[file].path : l->desc.path != NULL ? l->desc.path : "the arrays");
     ampi_thread_detach(&l->system, o->thread);
     return AMP_ERR_TIMEOUT;
@@ -28657,8 +28832,8 @@ static void ampi_worker_died(void *arg) {
         l->lost++;
         w->exited = 1;
         ampi_queue_store(l, ampi_slot_of(l, w->number),
-                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                                   "worker %d: a callback ended its thread, at sample or offset %lld", w->id,
+                         ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: your callback ended its thread, at "
+                                   "sample or offset %lld: it must return", w->id,
                                    (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
         pthread_cond_broadcast(&l->ready);
     }
@@ -28753,7 +28928,8 @@ static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
     if (ampi_is_within(l, here))
-        return ampi_fail(AMP_ERR_STATE, function, "called from within this loader's own read, which it would wait for");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "called from within this loader's own read, which it would wait for: call it elsewhere");
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
@@ -28831,7 +29007,8 @@ static amp_result ampi_loader_layout(amp_loader *l) {
         l->field_offset[i] = l->slot_bytes;
         AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->desc.batch, bytes, &bytes));
         if ((int64_t)bytes > PTRDIFF_MAX / 8 - AMPI_SLOT_ALIGN - l->slot_bytes)
-            return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name, "a batch");
+            return ampi_fail(AMP_ERR_SIZE, ampi_loader_create_name,
+                             "a batch has more bytes than any memory holds: set a smaller .batch");
         l->slot_bytes = (l->slot_bytes + (int64_t)bytes + AMPI_SLOT_ALIGN - 1) / AMPI_SLOT_ALIGN * AMPI_SLOT_ALIGN;
     }
     AMPI_TRY(ampi_bytes(ampi_loader_create_name, l->depth + (l->narrow && l->desc.last_batch == AMP_LAST_PAD),
@@ -28869,8 +29046,9 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     l->cache_blocks = (uint8_t *)memory;
     l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
     if (l->cache != NULL) return AMP_OK;
-    return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name, "%lld bytes for file contents; lower .cache_mb = %d",
-                     (long long)l->cache_bytes, l->desc.cache_mb);
+    return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name,
+                     "%lld bytes for the contents of files: set .cache_mb = %d to less", (long long)l->cache_bytes,
+                     l->desc.cache_mb);
 }
 
 static amp_result ampi_loader_device_buffers(amp_loader *l) {
@@ -28991,18 +29169,21 @@ static amp_result ampi_loader_check_desc(amp_loader_desc *d) {
     int32_t i;
     if (sources != 1)
         return ampi_fail(sources == 0 ? AMP_ERR_NULL : AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         "%d of .path, .arrays, .tensors and .source are given, must be one", sources);
+                         "set exactly one of .path, .arrays, .tensors and .source; %d are set", sources);
     if (d->path == NULL && (d->format != AMP_TOKENS_DEFAULT || d->seq != 0 || d->vocab != 0))
         return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         ".format, .seq and .vocab are for token files, and .path is NULL");
+                         ".%s is set, which is for token files only, and .path is NULL: set it to 0",
+                         d->format != AMP_TOKENS_DEFAULT ? "format" : d->seq != 0 ? "seq" : "vocab");
     AMPI_TRY(ampi_check_reserved(ampi_loader_create_name, d->reserved));
     if (missing != NULL)
-        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".n_%s is given, and .%s is NULL", missing, missing);
+        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".n_%s is given, and .%s is NULL: set both or neither",
+                         missing, missing);
     if (d->path != NULL) AMPI_TRY(ampi_loader_range("seq", d->seq, 1, INT64_MAX / 16));
     if (d->arrays != NULL) AMPI_TRY(ampi_loader_range("n_arrays", d->n_arrays, 1, AMP_MAX_FIELDS));
     if (d->tensors != NULL) AMPI_TRY(ampi_loader_range("n_tensors", d->n_tensors, 1, AMP_MAX_FIELDS));
     for (i = 0; i < d->n_arrays && d->arrays != NULL; i++)
-        if (d->arrays[i] == NULL) return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d]", i);
+        if (d->arrays[i] == NULL)
+            return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, ".arrays[%d] is NULL: set it to a file's name", i);
     AMPI_TRY(ampi_loader_range("batch", d->batch, 1, INT64_MAX));
     AMPI_TRY(ampi_fields(ampi_loader_create_name, ampi_loader_fields, sizeof ampi_loader_fields, d));
     return ampi_loader_range("rank", d->rank, 0, AMPI_MAX(d->world, 1) - 1);
@@ -29021,7 +29202,8 @@ static amp_result ampi_loader_init_lock(amp_loader *l) {
     int error = ampi_timed_lock_init(&l->lock, &l->ready);
     if (error == 0 && (error = pthread_cond_init(&l->work, NULL)) != 0) ampi_timed_lock_destroy(&l->lock, &l->ready);
     l->has_lock = error == 0;
-    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "no lock: %s", strerror(error));
+    return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name,
+                                           "the loader's mutex could not be made: %s", strerror(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {
@@ -29051,10 +29233,9 @@ AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **ou
     amp_loader *l;
     void *memory;
     amp_result result;
-    AMPI_TRY(ampi_need(ampi_loader_create_name, out != NULL, "out"));
+    AMPI_TRY(ampi_need(ampi_loader_create_name, out, "out"));
     *out = NULL;
-    if (amp == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, ampi_loader_create_name, "%s is NULL", amp == NULL ? "amp" : "desc");
+    AMPI_TRY(ampi_need2(ampi_loader_create_name, amp, "amp", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_loader_check_desc(&d));
     AMPI_TRY(ampi_object_create(amp, ampi_loader_create_name, &memory, sizeof *l, "loader", ampi_loader_object_stop));
@@ -29171,7 +29352,7 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
     int64_t number = l->consumed, start, i;
     int stop;
     if (number >= l->end)
-        return ampi_fail(AMP_ERR_END, "amp_loader_next", "%lld epochs of %lld batches are over",
+        return ampi_fail(AMP_ERR_END, "amp_loader_next", "all %lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
     pthread_mutex_lock(&l->lock);
@@ -29194,8 +29375,7 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
 
 AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
     amp_batch batch;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_next", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_next", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_next"));
     AMPI_TRY(ampi_loader_enter(l, "amp_loader_next", AMPI_STACK));
     AMPI_TRY(ampi_loader_leave(l, ampi_next(l, &batch)));
@@ -29235,17 +29415,16 @@ AMP_API amp_result amp_loader_seek(amp_loader *l, int64_t epoch, int64_t index) 
     AMPI_TRY(ampi_need_object("amp_loader_seek", l, "loader"));
     if (epoch < 0 || index < 0 || index >= l->batches || epoch > (INT64_MAX - index) / l->batches ||
         epoch * l->batches + index > l->end)
-        return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek",
-                         "epoch = %lld, index = %lld; an epoch has %lld batches, and .epochs is %lld", (long long)epoch,
-                         (long long)index, (long long)l->batches, (long long)l->desc.epochs);
+        return ampi_fail(AMP_ERR_RANGE, "amp_loader_seek", "epoch = %lld, index = %lld must be within the data: an "
+                         "epoch has %lld batches, and .epochs is %lld", (long long)epoch, (long long)index,
+                         (long long)l->batches, (long long)l->desc.epochs);
     return ampi_loader_move(l, epoch * l->batches + index, "amp_loader_seek", AMPI_STACK);
 }
 
 AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out) {
     amp_loader *changing = (amp_loader *)(uintptr_t)l;
     int64_t number;
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_info_get", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_info_get", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_info_get"));
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere("amp_loader_info_get");
     memset(out, 0, sizeof *out);
@@ -29269,8 +29448,7 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
 }
 
 AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
-    if (l == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_loader_query", "%s is NULL", l == NULL ? "loader" : "out");
+    AMPI_TRY(ampi_need2("amp_loader_query", l, "loader", out, "out"));
     AMPI_TRY(ampi_alive(&l->object, "amp_loader_query"));
     *out = l->desc;
     return AMP_OK;
@@ -29290,11 +29468,7 @@ static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITI
 
 static amp_result ampi_loader_key(const char *function, const void *loader, const void *state, const char *prefix,
                                   char key[AMPI_STATE_KEY]) {
-    if (loader == NULL || state == NULL || prefix == NULL)
-        return ampi_fail(AMP_ERR_NULL, function, "%s is NULL",
-                         loader == NULL  ? "loader"
-                         : state == NULL ? "state"
-                                         : "prefix");
+    AMPI_TRY(ampi_need3(function, loader, "loader", state, "state", prefix, "prefix"));
     return ampi_key(function, key, prefix, "loader", -1);
 }
 
@@ -29319,7 +29493,8 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
     AMPI_TRY(ampi_as("amp_loader_load", amp_state_get(state, key, AMP_I64, saved, AMPI_POSITION_COUNT)));
     ampi_loader_position(l, own);
     if (saved[4] < 1 || saved[7] < 1 || saved[4] > INT64_MAX / saved[7])
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": .batch %lld, .world %lld", key,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
+                         "\"%s\" was saved with .batch = %lld and .world = %lld, which must be 1 or more", key,
                          (long long)saved[4], (long long)saved[7]);
     saved[4] *= saved[7];           /* the samples of a step: the number of ranks may change */
     own[4] *= own[7];
@@ -29329,7 +29504,8 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
             return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "the %s was %lld when \"%s\" was saved, and is %lld",
                              names[i], (long long)saved[i], key, (long long)own[i]);
     if (saved[0] < 0 || saved[1] < 0 || saved[1] >= l->batches || saved[0] > (INT64_MAX - saved[1]) / l->batches)
-        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load", "\"%s\": epoch %lld, index %lld of %lld", key,
+        return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
+                         "\"%s\" is at epoch %lld, batch %lld of %lld: no such place is in this data", key,
                          (long long)saved[0], (long long)saved[1], (long long)l->batches);
     return ampi_loader_move(l, saved[0] * l->batches + saved[1], "amp_loader_load", AMPI_STACK);
 }
@@ -29660,7 +29836,7 @@ static AMPI_COLD amp_result ampi_setting_set(amp_settings *s, const ampi_origin 
     snprintf(shown + i, 4, "%s", n > 40 ? "..." : "");
     ampi_setting_allowed(k, allowed, sizeof allowed);
     if (left_out != NULL)
-        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it; drop the setting",
+        return ampi_fail(AMP_ERR_UNSUPPORTED, from->function, "%s = %s: %s left out what reads it: it must not be set",
                          ampi_origin_text(from, k->key, strlen(k->key), label), shown, left_out);
     return ampi_fail(AMP_ERR_RANGE, from->function, "%s = %s, must be %s",
                      ampi_origin_text(from, k->key, strlen(k->key), label), n > 0 ? shown : "(nothing)", allowed);
@@ -29671,8 +29847,7 @@ AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, con
     ampi_origin from;
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_set";
-    if (settings == NULL || key == NULL || value == NULL)
-        return ampi_fail(AMP_ERR_NULL, from.function, "settings, key or value is NULL");
+    AMPI_TRY(ampi_need3(from.function, settings, "settings", key, "key", value, "value"));
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     k = ampi_setting_find(key, strlen(key));
     return k == NULL ? ampi_setting_unknown(&from, key, strlen(key))
@@ -29706,7 +29881,7 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     k = ampi_setting_find(line, length);
     if (k == NULL) return ampi_setting_unknown(from, line, length);
     if (seen[k - ampi_setting_table] > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s is already set in line %lld",
+        return ampi_fail(AMP_ERR_CONFLICT, from->function, "%s is given already in line %lld",
                          ampi_origin_text(from, line, length, label), (long long)seen[k - ampi_setting_table]);
     seen[k - ampi_setting_table] = from->line;
     ampi_trim(&value, &rest);
@@ -29738,7 +29913,8 @@ static AMPI_COLD amp_result ampi_settings_read(amp_settings *settings, const cha
 
 AMP_API amp_result amp_settings_read_text(amp_settings *settings, const char *name, const char *text, size_t bytes) {
     const char *f = "amp_settings_read_text";
-    if (settings == NULL || (text == NULL && bytes > 0)) return ampi_fail(AMP_ERR_NULL, f, "settings or text is NULL");
+    AMPI_TRY(ampi_need(f, settings, "settings"));
+    if (bytes > 0) AMPI_TRY(ampi_need(f, text, "text"));
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     return ampi_settings_read(settings, f, name ? name : "settings", text ? text : "", bytes);
 }
@@ -29748,7 +29924,7 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     amp_result result;
     void *text;
     size_t bytes;
-    AMPI_TRY(ampi_need(f, settings && path, "settings or path"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", path, "path"));
     AMPI_TRY(ampi_check_headers(f, AMPI_HEADERS));
     AMPI_TRY(ampi_as(f, amp_file_read_all(system, path, &text, &bytes)));
     result = ampi_settings_read(settings, f, path, (const char *)text, bytes);
@@ -29767,7 +29943,7 @@ AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     memset(&from, 0, sizeof from);
     from.function = "amp_settings_read_env";
     from.environment = 1;
-    if (settings == NULL) return ampi_fail(AMP_ERR_NULL, from.function, "settings is NULL");
+    AMPI_TRY(ampi_need(from.function, settings, "settings"));
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     next = *settings;
     for (i = 0; environ != NULL && environ[i] != NULL; i++) {
@@ -29839,7 +30015,7 @@ static AMPI_COLD amp_result ampi_settings_check_fields(const char *f, const amp_
         if (fits && left_out == NULL) continue;
         ampi_setting_text(k, value, shown);
         if (left_out != NULL)
-            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it; drop the setting", k->key,
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".%s = %s: %s left out what reads it: it must not be set", k->key,
                              shown, left_out);
         ampi_setting_allowed(k, allowed, sizeof allowed);
         return ampi_fail(AMP_ERR_RANGE, f, ".%s = %s, must be %s", k->key, shown, allowed);
@@ -29894,7 +30070,7 @@ static AMPI_COLD amp_result ampi_settings_check(const char *f, const amp_setting
 
 AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     const char *f = "amp_settings_check";
-    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
+    AMPI_TRY(ampi_need(f, settings, "settings"));
     return ampi_settings_check(f, settings);
 }
 
@@ -29947,7 +30123,7 @@ AMP_API AMPI_COLD amp_result amp_settings_fill(const amp_settings *settings, con
                                                amp_monitor_desc *monitor) {
     const char *f = "amp_settings_fill";
     amp_settings s;
-    AMPI_TRY(ampi_need(f, settings != NULL, "settings"));
+    AMPI_TRY(ampi_need(f, settings, "settings"));
     AMPI_TRY(ampi_settings_check(f, settings));
     s = ampi_settings_effective(settings);
     if (desc != NULL) ampi_settings_fill_context(&s, desc);
@@ -30024,13 +30200,13 @@ static AMPI_COLD amp_result ampi_open_env(amp_context **out, amp_scaler **scaler
     return AMP_OK;
 }
 AMP_API amp_result amp_open_env(amp_context **amp, amp_scaler **scaler) {
-    AMPI_TRY(ampi_need("amp_open_env", amp != NULL, "amp"));
+    AMPI_TRY(ampi_need("amp_open_env", amp, "amp"));
     return ampi_as("amp_open_env", ampi_open_env(amp, scaler));
 }
 
 AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_loader_desc *loader) {
     const char *f = "amp_settings_fill_loader";
-    AMPI_TRY(ampi_need(f, settings && loader, "settings or loader"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", loader, "loader"));
     AMPI_TRY(ampi_settings_check(f, settings));
     ampi_settings_copy(settings, ampi_loader_fields, sizeof ampi_loader_fields, loader);
     loader->disable_pinned = settings->disable_pinned != 0;
@@ -30044,16 +30220,17 @@ static amp_result ampi_settings_fixed(const char *f, const char *key, int asked,
     if (asked == 0 || asked == in_force) return AMP_OK;
     ampi_setting_text(k, asked, a);
     ampi_setting_text(k, in_force, b);
-    return ampi_fail(AMP_ERR_CONFLICT, f, "%s = %s, but %s is in force: it cannot change during training", key, a,
-                     b);
+    return ampi_fail(AMP_ERR_CONFLICT, f,
+                     "%s = %s, but %s is in force, and it cannot change during training: set it before amp_open", key,
+                     a, b);
 }
 
 static amp_result ampi_settings_rates(const char *f, const amp_settings *s, const amp_context *amp) {
     amp_machine asked = amp->machine;
     AMPI_TRY(ampi_rates_take(f, &asked, s->rates));
     if (memcmp(asked.rates, amp->machine.rates, sizeof asked.rates) == 0) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, f, "rates = %.80s, but others are in force: they cannot change during training",
-                     s->rates);
+    return ampi_fail(AMP_ERR_CONFLICT, f, "rates = %.80s, but others are in force, and they cannot change during "
+                     "training: set them before amp_open", s->rates);
 }
 
 /* What settings change: the dtypes of the context and of its regions, and the scaler. */
@@ -30068,17 +30245,15 @@ static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, 
     int64_t i;
     AMPI_TRY(ampi_may_wait(amp));
     if ((scaler != NULL && scaler->amp != amp) || (optimizer != NULL && optimizer->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context",
+        return ampi_fail(AMP_ERR_CONFLICT, f, "%s belongs to another context: pass one of this context",
                          scaler != NULL && scaler->amp != amp ? "scaler" : "optimizer");
     if (scaler != NULL && scaler->checked)
         return ampi_fail(AMP_ERR_STATE, f,
                          "gradients were checked since the last update: call amp_scaler_update first");
     for (i = 0; optimizer != NULL && i < optimizer->set->n; i++)
         if (optimizer->set->params[i]->grad_live)
-            return ampi_fail(
-                AMP_ERR_STATE, f,
-                "%s has a gradient that no step has used: step first, or drop it by amp_optimizer_set_accumulation",
-                optimizer->set->names[i]);
+            return ampi_fail(AMP_ERR_STATE, f, "%s has a gradient that no step has used: call amp_step first, or "
+                             "amp_optimizer_set_accumulation, which drops it", optimizer->set->names[i]);
     AMPI_TRY(ampi_settings_fixed(f, "level", (int)s->level, (int)amp->desc.level));
     AMPI_TRY(ampi_settings_fixed(f, "policy", (int)s->policy, (int)amp->desc.policy));
     AMPI_TRY(ampi_settings_fixed(f, "autotune", (int)s->autotune, (int)amp->desc.autotune));
@@ -30124,20 +30299,21 @@ static AMPI_COLD amp_result ampi_settings_apply(const amp_settings *settings, am
     const char *f = "amp_settings_apply";
     amp_settings s;
     ampi_settings_change to;
-    AMPI_TRY(ampi_need(f, settings && amp, "settings or amp"));
+    AMPI_TRY(ampi_need2(f, settings, "settings", amp, "amp"));
     AMPI_TRY(ampi_settings_check(f, settings));
 #if defined(AMP_NO_WATCH)
     if (monitor != NULL) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "AMP_NO_WATCH left monitors out: pass NULL");
 #else
     if (monitor != NULL && monitor->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context: pass one of this context");
 #endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &to));
     AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, to.regions.dtype));
     AMPI_TRY(ampi_hook_layers_may(amp, f, settings->layers, settings->fallback));
     if (scaler != NULL) AMPI_TRY(ampi_scaler_change(scaler, &to.rule));
     else if (!to.rule.disable)
-        ampi_log(amp, AMP_LOG_WARNING, 1201, "%s needs a loss scaler, but none was passed to amp_settings_apply",
+        ampi_log(amp, AMP_LOG_WARNING, 1201,
+                 "%s needs a loss scaler, but none was passed to amp_settings_apply: pass one",
                  amp_dtype_name(to.regions.dtype == AMP_F16 ? AMP_F16 : to.choice.dtype));
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &to.choice, &to.regions);
@@ -30252,7 +30428,7 @@ static AMPI_COLD amp_result ampi_status_get(const amp_context *amp, const amp_sc
     const amp_backend *backend;
     const amp_desc *d;
     amp_status s;
-    AMPI_TRY(ampi_need("amp_status_get", amp && out, "amp or out"));
+    AMPI_TRY(ampi_need2("amp_status_get", amp, "amp", out, "out"));
     AMPI_TRY(ampi_memory_threshold("amp_status_get", &memory_warning));
     AMPI_TRY(ampi_wait(amp));
     memset(&s, 0, sizeof s);
@@ -30594,7 +30770,8 @@ static void ampi_line_end(amp_monitor *m, const ampi_sheet *s) {
         return;
     }
     if (m->lost++ == 0)
-        ampi_log(m->amp, AMP_LOG_ERROR, 1213, "%s cannot be written, and there is no room to keep more lines",
+        ampi_log(m->amp, AMP_LOG_ERROR, 1213,
+                 "%s cannot be written, and there is no room to keep more lines: check its disk and permissions",
                  m->desc.path);
 }
 
@@ -30704,7 +30881,7 @@ static void ampi_range_end(amp_monitor *m) {
 AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     static const char *const names[AMP_PHASES] = {"other", "data", "forward", "backward", "optimizer"};
     amp_monitor *m = monitor;
-    AMPI_TRY(ampi_need("amp_monitor_phase", m != NULL, "monitor"));
+    AMPI_TRY(ampi_need("amp_monitor_phase", m, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_phase"));
     if ((int)phase < 0 || phase >= AMP_PHASES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
@@ -30930,7 +31107,7 @@ static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
 AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *info) {
     amp_monitor *m = monitor;
     amp_optimizer *o;
-    AMPI_TRY(ampi_need("amp_monitor_step", m && info, "monitor or info"));
+    AMPI_TRY(ampi_need2("amp_monitor_step", m, "monitor", info, "info"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_step"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_step"));
     o = m->desc.optimizer;
@@ -30978,7 +31155,7 @@ AMP_API amp_result amp_monitor_flush(amp_monitor *monitor) {
 AMP_API amp_result amp_monitor_write(amp_monitor *monitor, const char *json) {
     amp_monitor *m = monitor;
     ampi_sheet s;
-    AMPI_TRY(ampi_need("amp_monitor_write", m && json, "monitor or json"));
+    AMPI_TRY(ampi_need2("amp_monitor_write", m, "monitor", json, "json"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_write"));
     if (!ampi_json_is_object(json) || strlen(json) >= AMPI_LINE_BYTES)
         return ampi_fail(AMP_ERR_RANGE, "amp_monitor_write",
@@ -31042,12 +31219,13 @@ static amp_result ampi_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
     amp_monitor *m = monitor;
     amp_epoch_record r;
     amp_memory_info memory;
-    AMPI_TRY(ampi_need("amp_monitor_epoch", m != NULL, "monitor"));
+    AMPI_TRY(ampi_need("amp_monitor_epoch", m, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_alive(&monitor->desc.optimizer->object, "amp_monitor_epoch"));
     AMPI_TRY(ampi_monitor_take_all(m));
     if (m->epoch.steps == 0)
-        return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch", "epoch %lld has no steps", (long long)m->epochs);
+        return ampi_fail(AMP_ERR_STATE, "amp_monitor_epoch",
+                         "epoch %lld has no steps: call amp_monitor_step after each step", (long long)m->epochs);
     memset(&memory, 0, sizeof memory);
     ampi_memory_counted(m->amp, &memory);
     m->epoch.peak = memory.peak;
@@ -31070,7 +31248,7 @@ AMP_API amp_result amp_monitor_epoch(amp_monitor *monitor, amp_epoch_record *out
 
 AMP_API amp_result amp_monitor_summary(const amp_monitor *monitor, amp_epoch_summary *out) {
     const amp_epoch_record *a, *b;
-    AMPI_TRY(ampi_need("amp_monitor_summary", monitor && out, "monitor or out"));
+    AMPI_TRY(ampi_need2("amp_monitor_summary", monitor, "monitor", out, "out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_summary"));
     memset(out, 0, sizeof *out);
     ampi_epoch_fill(&out->mixed, &monitor->mixed);
@@ -31117,11 +31295,13 @@ AMP_API size_t amp_epoch_summary_text(const amp_epoch_summary *summary, char *te
 static amp_result ampi_check_monitor(const amp_context *amp, amp_monitor_desc *d) {
     const char *f = "amp_monitor_create";
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
-    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
+    AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer or .scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context: create it in this one",
+                         d->optimizer->amp != amp ? "optimizer" : "scaler");
     AMPI_TRY(ampi_fields(f, ampi_monitor_fields, sizeof ampi_monitor_fields, d));
-    if (d->path != NULL && d->path[0] == 0) return ampi_fail(AMP_ERR_RANGE, f, ".path is empty; NULL means no file");
+    if (d->path != NULL && d->path[0] == 0)
+        return ampi_fail(AMP_ERR_RANGE, f, ".path is empty: set it to a file's name, or to NULL for no file");
     return AMP_OK;
 }
 
@@ -31162,7 +31342,7 @@ AMP_API AMPI_COLD amp_result amp_monitor_create(amp_context *amp, amp_monitor **
     amp_monitor *m;
     amp_result r;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need(f, amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3(f, amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_monitor(amp, &d));
     AMPI_TRY(ampi_object_create(amp, f, (void **)&m, sizeof *m, "monitor", ampi_monitor_stop));
@@ -31187,7 +31367,7 @@ AMP_API AMPI_COLD amp_result amp_monitor_create(amp_context *amp, amp_monitor **
 }
 
 AMP_API amp_result amp_monitor_query(const amp_monitor *monitor, amp_monitor_desc *out) {
-    AMPI_TRY(ampi_need("amp_monitor_query", monitor && out, "monitor or out"));
+    AMPI_TRY(ampi_need2("amp_monitor_query", monitor, "monitor", out, "out"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_query"));
     *out = monitor->desc;
     return AMP_OK;
@@ -31239,17 +31419,17 @@ static amp_result ampi_tensor_stats_check(const amp_context *amp, const amp_tens
     if (d->n_params < 0 || d->n_ranges < 0)
         return ampi_fail(AMP_ERR_RANGE, f, "%s = %lld, must be 0 or more", d->n_params < 0 ? ".n_params" : ".n_ranges",
                          (long long)AMPI_MIN(d->n_params, d->n_ranges));
-    if (d->n_params > 0 && d->params == NULL) return ampi_fail(AMP_ERR_NULL, f, ".params is NULL");
-    if (d->n_ranges > 0 && d->ranges == NULL) return ampi_fail(AMP_ERR_NULL, f, ".ranges is NULL");
+    if (d->n_params > 0) AMPI_TRY(ampi_need(f, d->params, ".params"));
+    if (d->n_ranges > 0) AMPI_TRY(ampi_need(f, d->ranges, ".ranges"));
     if (d->n_params + d->n_ranges == 0)
-        return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are missing: give one of them");
+        return ampi_fail(AMP_ERR_NULL, f, ".params and .ranges are both empty: set one of them");
     if (d->dtype != AMP_F16 && d->dtype != AMP_BF16 && d->dtype != AMP_E4M3 && d->dtype != AMP_E5M2)
         return ampi_fail(AMP_ERR_DTYPE, f, ".dtype = %s, must be fp16, bf16, fp8_e4m3 or fp8_e5m2",
                          amp_dtype_name(d->dtype));
     AMPI_TRY(ampi_check_ranges(f, d->ranges, d->n_ranges));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     if (d->scaler != NULL && d->scaler->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context: create it in this one");
     AMPI_TRY(ampi_check_params(f, d->params, d->n_params, gradients));
     return ampi_check_all_known(amp, f, d->params, d->n_params);
 }
@@ -31304,7 +31484,7 @@ static amp_result ampi_tensor_stats_create(amp_context *amp, amp_tensor_stats **
     amp_result r;
     int64_t gradients;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_tensor_stats_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_tensor_stats_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     if (d.dtype == AMP_DTYPE_DEFAULT)
         d.dtype = ampi_stored(ampi_settings(amp)->autocast_dtype) == AMP_BF16 ? AMP_BF16 : AMP_F16;
@@ -31521,7 +31701,7 @@ static amp_result ampi_tensor_stats_step(amp_tensor_stats *stats, amp_tensor_sta
     ampi_fp host;
     float scale;
     int64_t i;
-    AMPI_TRY(ampi_need("amp_tensor_stats_step", m && out, "stats or out"));
+    AMPI_TRY(ampi_need2("amp_tensor_stats_step", m, "stats", out, "out"));
     AMPI_TRY(ampi_alive(&stats->object, "amp_tensor_stats_step"));
     if (stats->desc.scaler != NULL) AMPI_TRY(ampi_alive(&stats->desc.scaler->object, "amp_tensor_stats_step"));
     AMPI_TRY(ampi_may_wait(m->amp));
@@ -31694,13 +31874,14 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     if (s != NULL) AMPI_TRY(ampi_alive(&s->object, function));
     if (d->loader != NULL) AMPI_TRY(ampi_alive(&d->loader->object, function));
     if ((o != NULL && o->amp != amp) || (s != NULL && s->amp != amp))
-        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context",
+        return ampi_fail(AMP_ERR_STATE, function, "the %s belongs to another context: pass one of this context",
                          o != NULL && o->amp != amp ? "optimizer" : "scaler");
     if (d->settings && ((o != NULL && o->set->stage != AMPI_READY) || (s != NULL && s->checked)))
         return ampi_fail(AMP_ERR_STATE, function,
                          "gradients were checked since the last update: call amp_scaler_update first");
     if (o != NULL && o->set->stage == AMPI_CHECKED)
-        return ampi_fail(AMP_ERR_STATE, function, "the gradients were checked, and are not used yet: step first");
+        return ampi_fail(AMP_ERR_STATE, function,
+                         "the gradients were checked, and are not used yet: call amp_step first");
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
@@ -32014,7 +32195,7 @@ static amp_result ampi_taped_run(ampi_taped *w, const float *scale, int backward
     ampi_tape_unlive(w->tape);
     AMPI_TRY(amp_tape_tensor(w->tape, loss, &t));
     if (amp_tensor_count(&t) != 1 || t.dtype != AMP_F32)
-        return ampi_fail(AMP_ERR_SHAPE, "amp_tape_finish", "what .record returns is not a loss");
+        return ampi_fail(AMP_ERR_SHAPE, "amp_tape_finish", ".record must return a loss");
     return amp_copy(amp, w->numbers, t.data, sizeof(float), AMP_COPY_ON_DEVICE);
 }
 static int ampi_taped_step(void *user, amp_context *amp) {
@@ -32046,7 +32227,7 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
-    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and a step are both given");
+    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .step are both given: set one of them");
     w->record = record;
     w->user = user;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &numbers, 2 * (int64_t)sizeof(float))));
@@ -32091,7 +32272,8 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
     int64_t n, i;
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->forward != NULL || d->backward != NULL));
     if (d->outputs != NULL || d->output_grads != NULL || d->n_outputs != 0)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .outputs are both given: its loss is the output");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".record and .outputs are both given: set one of them, as the loss of .record is the output");
     d->outputs = &w->loss; d->output_grads = &w->seed;
     d->n_outputs = 1;
     d->forward = ampi_taped_forward; d->backward = ampi_taped_backward;
@@ -32199,10 +32381,12 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     AMPI_TRY(ampi_verify_prepare(v, AMP_F32, 1));
     ampi_verify_step(v);
     if (v->code != 0)
-        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step fails in fp32 already, with %d: %s", v->code, v->why);
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "the step must succeed in fp32 first, and fails with %d: %s",
+                         v->code, v->why);
     AMPI_TRY(ampi_verify_look(v, &bad));
     if (bad != NULL)
-        return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s%s is infinite or NaN in fp32 already", bad->name,
+        return ampi_fail(AMP_ERR_RANGE, "amp_verify",
+                         "%s%s is infinite or NaN in fp32 already: the step must be finite in fp32 first", bad->name,
                          bad->gradient ? "'s gradient" : "");
     ampi_verify_norms(v);
     for (i = 0; i < v->n; i++) {
@@ -32228,11 +32412,12 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
         ampi_verify_step(v);
         if (v->code != 0)
             return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "the step fails in fp32 with weights changed by a rounding, with %d: %s", v->code, v->why);
+                             "the step must succeed in fp32 with weights changed by a rounding, and fails with %d: %s",
+                             v->code, v->why);
         AMPI_TRY(ampi_verify_look(v, &bad));
         if (bad != NULL)
-            return ampi_fail(AMP_ERR_RANGE, "amp_verify",
-                             "%s is infinite or NaN in fp32 with weights changed by a rounding", bad->name);
+            return ampi_fail(AMP_ERR_RANGE, "amp_verify", "%s is infinite or NaN in fp32 with weights changed by a "
+                             "rounding: the step must be stable in fp32 first", bad->name);
         for (i = 0; i < v->n; i++)
             *(dtype == AMP_F32 ? &v->tensors[i].noise32 : &v->tensors[i].noise) += v->tensors[i].difference;
     }
@@ -32358,17 +32543,17 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     char list[80];
     const char *f = "amp_verify";
     int64_t i, ignored;
-    AMPI_TRY(ampi_need(f, d->step != NULL, ".step or .record"));
+    if (d->step == NULL) return ampi_fail(AMP_ERR_NULL, f, ".step and .record are NULL: set one of them");
     if (d->n_params < 0 || d->n_outputs < 0 || d->n_dtypes < 0 || d->n_dtypes > AMP_VERIFY_ROWS)
         return ampi_fail(
             AMP_ERR_RANGE, f,
             ".n_params = %lld, .n_outputs = %lld or .n_dtypes = %lld, must be 0 or more, the last at most %d",
             (long long)d->n_params, (long long)d->n_outputs, (long long)d->n_dtypes, AMP_VERIFY_ROWS);
-    if ((d->params == NULL && d->n_params > 0) || (d->outputs == NULL && d->n_outputs > 0) ||
-        (d->dtypes == NULL && d->n_dtypes > 0))
-        return ampi_fail(AMP_ERR_NULL, f, ".params, .outputs or .dtypes is NULL");
+    if (d->n_params > 0) AMPI_TRY(ampi_need(f, d->params, ".params"));
+    if (d->n_outputs > 0) AMPI_TRY(ampi_need(f, d->outputs, ".outputs"));
+    if (d->n_dtypes > 0) AMPI_TRY(ampi_need(f, d->dtypes, ".dtypes"));
     if (d->n_params + d->n_outputs == 0)
-        return ampi_fail(AMP_ERR_NULL, f, "nothing to compare: give .params or .outputs");
+        return ampi_fail(AMP_ERR_NULL, f, "there is nothing to compare: set .params or .outputs");
     AMPI_TRY(ampi_check_real(f, ".allowance", d->allowance, isgreaterequal(d->allowance, 0),
                              "above 0 and finite, or 0 (8)"));
     for (i = 0; i < d->n_dtypes; i++)
@@ -32377,7 +32562,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
                              amp_dtype_name(d->dtypes[i]), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
     if (ampi_settings(amp)->level == AMP_LEVEL_O0)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         "level O0 computes in fp32: open the context at another level to see other precisions");
+                         "level O0 computes in fp32 only: set another level in amp_desc to see other precisions");
     AMPI_TRY(ampi_check_ranges(f, d->outputs, d->n_outputs));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     return ampi_check_params(f, d->params, d->n_params, &ignored);
@@ -32429,7 +32614,7 @@ static amp_result ampi_verify_memory(ampi_verifier *v) {
     }
     if (v->bytes == 0)
         return ampi_fail(AMP_ERR_NULL, "amp_verify",
-                         "nothing to compare: no parameter has a gradient, and there are no outputs");
+                         "there is nothing to compare, for no parameter has a gradient: set .grad of one, or .outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
@@ -32468,7 +32653,7 @@ static AMPI_COLD amp_result ampi_verify_whole(amp_context *amp, const amp_verify
     amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     ampi_verifier v;
     amp_result r, restored = AMP_OK;
-    AMPI_TRY(ampi_need("amp_verify", amp && desc && out, "amp, desc or out"));
+    AMPI_TRY(ampi_need3("amp_verify", amp, "amp", desc, "desc", out, "out"));
     AMPI_TRY(ampi_verify_check(amp, desc));
     d = *desc;
     ampi_verify_dtypes(amp, &d, dtypes);
@@ -32543,7 +32728,8 @@ AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_ra
     const amp_backend *backend;
     void *dev, *stream;
     int64_t i;
-    if (amp == NULL || (ranges == NULL && n > 0)) return ampi_fail(AMP_ERR_NULL, f, "amp or ranges is NULL");
+    AMPI_TRY(ampi_need(f, amp, "amp"));
+    if (n > 0) AMPI_TRY(ampi_need(f, ranges, "ranges"));
     if (n < 0) return ampi_fail(AMP_ERR_RANGE, f, "n = %lld, must be 0 or more", (long long)n);
     backend = ampi_backend(amp, &dev, &stream);
     for (i = 0; i < n; i++) {
@@ -32551,16 +32737,18 @@ AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_ra
         amp_memory_kind place;
         if (ranges[i].count == 0) continue;
         if (ranges[i].data == NULL || ranges[i].count < 0)
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s, number %lld, has no data or a negative count", name, (long long)i);
+            return ampi_fail(AMP_ERR_SHAPE, f,
+                             "%s, number %lld, has no data or a negative count: set .data, and .count to 0 or more",
+                             name, (long long)i);
         AMPI_TRY(ampi_as(f, (backend->memory_kind)(dev, ranges[i].data, &place)));
         if (place == AMP_MEMORY_UNKNOWN || place == AMP_MEMORY_OTHER_DEVICE ||
             (place == AMP_MEMORY_HOST && !backend->host_visible))
-            return ampi_fail(AMP_ERR_DEVICE, f,
-                             "%s, number %lld, is in %s, which this context's kernels cannot read: amp_copy it to "
-                             "memory from amp_alloc",
-                             name, (long long)i, ampi_memory_kind_word(place));
+            return ampi_fail(AMP_ERR_DEVICE, f, "%s, number %lld, is in %s, which this context's kernels cannot read: "
+                             "use memory of amp_alloc", name, (long long)i, ampi_memory_kind_word(place));
         if (place == AMP_MEMORY_PINNED && !backend->host_visible)
-            ampi_log(amp, AMP_LOG_WARNING, 1306, "%s is in pinned host memory: kernels read it over the bus", name);
+            ampi_log(amp, AMP_LOG_WARNING, 1306,
+                     "%s is in pinned host memory, which kernels read slowly over the bus: use memory of amp_alloc",
+                     name);
     }
     return AMP_OK;
 }
@@ -32641,8 +32829,9 @@ static AMPI_COLD amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64
             for (i = 0; i < m; i++) {
                 double wy = ampi_gradcheck_weight(c, output, first + k + i) * (double)row[i];
                 if (!amp_is_finite_f32(&row[i]))
-                    return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of output %s is infinite or NaN",
-                                     (long long)(first + k + i), y->name ? y->name : "?");
+                    return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of output %s is infinite or NaN: "
+                                     "the forward must be finite with these inputs", (long long)(first + k + i),
+                                     y->name ? y->name : "?");
                 c->loss += wy;
                 c->squares += wy * wy;
             }
@@ -32679,8 +32868,8 @@ static amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, fl
     if (g->count > 0) AMPI_TRY(ampi_fetch(c->amp, out, g->data, (size_t)g->count * 4));
     for (i = 0; i < g->count; i++)
         if (!amp_is_finite_f32(&out[i]))
-            return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of the gradient of %s is infinite or NaN",
-                             (long long)i, ampi_input_name(c, input));
+            return ampi_fail(AMP_ERR_RANGE, "amp_gradcheck", "element %lld of the gradient of %s is infinite or NaN: "
+                             "the backward must be finite with these inputs", (long long)i, ampi_input_name(c, input));
     return AMP_OK;
 }
 
@@ -32896,15 +33085,16 @@ static amp_result ampi_gradcheck_input(ampi_gradchecker *c, int64_t input, amp_g
 static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range *grads, int64_t n, int inputs) {
     const char *f = "amp_gradcheck", *what = inputs ? "input" : "output";
     int64_t i;
-    if (values == NULL || grads == NULL) return ampi_fail(AMP_ERR_NULL, f, ".%ss or .%s_grads is NULL", what, what);
+    AMPI_TRY(ampi_need2(f, values, inputs ? ".inputs" : ".outputs", grads, inputs ? ".input_grads" : ".output_grads"));
     if (n < 1) return ampi_fail(AMP_ERR_RANGE, f, ".n_%ss = %lld, must be 1 or more", what, (long long)n);
     AMPI_TRY(ampi_check_ranges(f, values, n));
     AMPI_TRY(ampi_check_ranges(f, grads, n));
     for (i = 0; i < n; i++) {
         const char *name = values[i].name ? values[i].name : what;
         if (values[i].count != grads[i].count)
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s %lld has %lld elements, its gradient %lld", name, (long long)i,
-                             (long long)values[i].count, (long long)grads[i].count);
+            return ampi_fail(AMP_ERR_SHAPE, f,
+                             "%s %lld has %lld elements, and its gradient %lld: both must have the same number", name,
+                             (long long)i, (long long)values[i].count, (long long)grads[i].count);
         if (inputs ? values[i].dtype != AMP_F32 || grads[i].dtype != AMP_F32
                    : values[i].dtype == AMP_F64 || grads[i].dtype == AMP_F64)
             return ampi_fail(AMP_ERR_DTYPE, f, "%s %lld or its gradient is %s, must be %s", name, (long long)i,
@@ -32917,7 +33107,11 @@ static amp_result ampi_gradcheck_pairs(const amp_range *values, const amp_range 
 static amp_result ampi_gradcheck_check(amp_context *amp, const amp_gradcheck_desc *d, amp_dtype *dtype) {
     const char *f = "amp_gradcheck";
     amp_choice choice;
-    AMPI_TRY(ampi_need(f, d->forward && d->backward, ".record, .forward or .backward"));
+    if (d->forward == NULL || d->backward == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, "%s NULL: set .forward and .backward, or .record alone",
+                         d->forward == d->backward ? ".forward and .backward are"
+                         : d->forward == NULL      ? ".forward is"
+                                                   : ".backward is");
     if (d->directions < 0 || d->directions > 1000000)
         return ampi_fail(AMP_ERR_RANGE, f, ".directions = %d, must be 1 to 1000000, or 0 (8)", d->directions);
     AMPI_TRY(ampi_gradcheck_pairs(d->inputs, d->input_grads, d->n_inputs, 1));
@@ -32983,7 +33177,7 @@ static amp_result ampi_gradcheck_whole(amp_context *amp, const amp_gradcheck_des
     amp_dtype dtype;
     amp_result r, restored;
     int64_t i;
-    AMPI_TRY(ampi_need("amp_gradcheck", amp && desc && out, "amp, desc or out"));
+    AMPI_TRY(ampi_need3("amp_gradcheck", amp, "amp", desc, "desc", out, "out"));
     AMPI_TRY(ampi_gradcheck_check(amp, desc, &dtype));
     AMPI_TRY(ampi_fp8_keep(amp, "amp_gradcheck", &fp8));
     memset(&c, 0, sizeof c);
@@ -33414,16 +33608,14 @@ AMP_API AMPI_COLD amp_result amp_advise(amp_context *amp, const amp_advise_desc 
     static const amp_advise_desc none = {0, NULL, NULL, NULL, NULL, 0};
     amp_advice advice;
     ampi_facts f;
-    if (amp == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_advise", "%s is NULL", amp == NULL ? "amp" : "out");
+    AMPI_TRY(ampi_need2("amp_advise", amp, "amp", out, "out"));
     if (desc == NULL) desc = &none;
     if (desc->batch < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".batch = %lld, must be 1 or more, or 0 for none",
                          (long long)desc->batch);
-    if (desc->n_losses < 0 || (desc->n_losses > 0 && desc->losses == NULL))
-        return ampi_fail(desc->n_losses < 0 ? AMP_ERR_RANGE : AMP_ERR_NULL, "amp_advise",
-                         ".n_losses = %lld, must be 0 or more, and .losses%s NULL", (long long)desc->n_losses,
-                         desc->losses ? " is not" : " is");
+    if (desc->n_losses < 0)
+        return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".n_losses = %lld, must be 0 or more", (long long)desc->n_losses);
+    if (desc->n_losses > 0) AMPI_TRY(ampi_need("amp_advise", desc->losses, ".losses"));
     if (desc->verified != NULL && (desc->verified->n_rows < 0 || desc->verified->n_rows > AMP_VERIFY_ROWS))
         return ampi_fail(AMP_ERR_RANGE, "amp_advise", ".verified has %lld rows, must be 0 to %d",
                          (long long)desc->verified->n_rows, AMP_VERIFY_ROWS);
@@ -33462,8 +33654,7 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
                                               amp_optimizer *optimizer) {
     const amp_scaler_desc *rule;
     amp_settings s;
-    if (advice == NULL || amp == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_advice_apply", "%s is NULL", advice == NULL ? "advice" : "amp");
+    AMPI_TRY(ampi_need2("amp_advice_apply", advice, "advice", amp, "amp"));
     ampi_settings_now(amp, scaler, optimizer, &s);
     s.dtype = advice->settings.dtype;
     s.autocast_dtype = advice->settings.autocast_dtype;
@@ -33479,7 +33670,8 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
     if (optimizer != NULL && advice->lr > 0 && advice->lr_factor != 1)
         AMPI_TRY(amp_optimizer_set_lr(optimizer, advice->lr));
     if (advice->settings.level != s.level)
-        ampi_log(amp, AMP_LOG_WARNING, 1301, "level O%d is advised but needs a new context; O%d stays",
+        ampi_log(amp, AMP_LOG_WARNING, 1301,
+                 "level O%d is advised, but needs a new context, so O%d stays: open one with it",
                  (int)advice->settings.level - (int)AMP_LEVEL_O0, (int)s.level - (int)AMP_LEVEL_O0);
     return AMP_OK;
 }
@@ -33531,8 +33723,7 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
     if (d->n_dtypes < 0 || d->n_dtypes > AMPI_COMPUTE_DTYPES)
         return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".n_dtypes = %lld, must be 0 (all) to %d", (long long)d->n_dtypes,
                          AMPI_COMPUTE_DTYPES);
-    if (d->n_dtypes > 0 && d->dtypes == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".dtypes is NULL with .n_dtypes = %lld", (long long)d->n_dtypes);
+    if (d->n_dtypes > 0) AMPI_TRY(ampi_need("amp_tune", d->dtypes, ".dtypes"));
     for (i = 0; i < d->n_dtypes; i++) {
         amp_dtype t = d->dtypes[i];
         if (!ampi_is_compute(t))
@@ -33540,7 +33731,8 @@ static amp_result ampi_check_tune_dtypes(const amp_tune_desc *d) {
                              amp_dtype_name(t), ampi_dtypes_of(AMPI_IS_COMPUTE, list));
         for (j = 0; j < i; j++)
             if (d->dtypes[j] == t)
-                return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice", amp_dtype_name(t));
+                return ampi_fail(AMP_ERR_RANGE, "amp_tune", ".dtypes has %s twice: it must have each dtype once",
+                                 amp_dtype_name(t));
     }
     return AMP_OK;
 }
@@ -33554,9 +33746,10 @@ static const ampi_field ampi_tune_fields[] = {
 };
 
 static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
-    AMPI_TRY(ampi_need("amp_tune", d->step != NULL || d->record != NULL, ".step or .record"));
+    if (d->step == NULL && d->record == NULL)
+        return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step and .record are NULL: set one of them");
     if (d->step != NULL && d->record != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and a step are both given");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set one of them");
     AMPI_TRY(ampi_check_tune_dtypes(d));
     AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
     if (d->max_batch != 0 && d->max_batch < d->batch)
@@ -33647,7 +33840,8 @@ static int ampi_tune_known(ampi_tune *t) {
         }
     }
     memset(t->out, 0, sizeof *t->out);
-    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds impossible rows", t->desc.file);
+    ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored: %s holds impossible rows; all are measured again",
+             t->desc.file);
     return 0;
 }
 
@@ -33922,8 +34116,7 @@ static AMPI_COLD amp_result ampi_tune_whole(amp_context *amp, const amp_tune_des
     char why[200];
     ampi_tune t;
     int code = 0, known;
-    if (amp == NULL || desc == NULL || out == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_tune", "%s is NULL", amp == NULL ? "amp" : desc == NULL ? "desc" : "out");
+    AMPI_TRY(ampi_need3("amp_tune", amp, "amp", desc, "desc", out, "out"));
     memset(&t, 0, sizeof t);
     t.amp = amp;
     t.desc = *desc;
@@ -33949,7 +34142,7 @@ static AMPI_COLD amp_result ampi_tune_whole(amp_context *amp, const amp_tune_des
     if (result != AMP_OK && result != AMP_ERR_WRITE) return result;
     *out = report;
     if (code == 0 || out->best < 0) return result;
-    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed as the best, but now %s",
+    return ampi_fail(AMP_ERR_STATE, "amp_tune", "batch %lld was timed as the best, but now %s: call amp_tune again",
                      (long long)out->rows[out->best].batch, why);
 }
 AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tune_report *out) {
@@ -34326,7 +34519,8 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     if (seen->no_fp8) k.layer->seen |= AMPI_SEEN_NO_FP8;
     if (m->desc.budget > 0 && ampi_adapt_look_at(&k) != AMP_OK) {
         k.layer->seen |= AMPI_SEEN_BAD;
-        ampi_log(amp, AMP_LOG_WARNING, 1308, "no evidence about %s: %s", seen->layer, amp_last_error());
+        ampi_log(amp, AMP_LOG_WARNING, 1308, "the errors of %s could not be measured: %s", seen->layer,
+                 amp_last_error());
         return;
     }
     ampi_lock(amp);
@@ -34401,7 +34595,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
     for (i = 0; i < AMPI_ADAPT_ALIKE; i++)
         if (x[i] > -x[AMPI_ADAPT_ALIKE + i])
             return ampi_fail(AMP_ERR_REDUCE, "amp_adapt_step",
-                             "%s differs between ranks: load, freeze and step on all alike", names[i]);
+                             "%s differs between ranks: all must load, freeze and step alike", names[i]);
     for (i = 0; i < m->n; i++) AMPI_TRY(ampi_adapt_hear(m, &m->layers[i], layers + i * AMPI_TELL));
     return AMP_OK;
 }
@@ -34511,9 +34705,8 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
     m->moved = 0;
     if (seen == 0 && !m->warned) {
         m->warned = 1;
-        ampi_log(m->amp, AMP_LOG_WARNING, 1310,
-                 "no evidence about any layer in %lld steps: none ran outside of a captured graph, so none moves",
-                 (long long)m->desc.interval);
+        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, for none ran outside "
+                 "of a captured graph, so none changes its dtype", (long long)m->desc.interval);
     }
     return AMP_OK;
 }
@@ -34555,7 +34748,7 @@ AMP_API int32_t amp_adapt_next(amp_adapt *adapt, amp_adapt_record *out) {
 AMP_API AMPI_COLD amp_result amp_adapt_layer(const amp_adapt *adapt, int64_t i, amp_adapt_record *out) {
     const ampi_adapt_layer *l;
     amp_dtype now;
-    AMPI_TRY(ampi_need("amp_adapt_layer", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_adapt_layer", out, "out"));
     AMPI_TRY(ampi_need_object("amp_adapt_layer", adapt, "adapt"));
     if (i < 0 || i >= adapt->n)
         return ampi_fail(AMP_ERR_RANGE, "amp_adapt_layer", "i = %lld, must be 0 to %lld", (long long)i,
@@ -34617,28 +34810,30 @@ static amp_result ampi_adapt_ladder(const amp_context *amp, amp_adapt *m) {
             return ampi_fail(AMP_ERR_DTYPE, f, ".ladder[%lld] = %s, must be fp8, then fp16 or bf16, then tf32 or fp32",
                              (long long)i, amp_dtype_name(m->ladder[i]));
         if (!ampi_adapt_has(amp, m->ladder[i], 0))
-            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".ladder[%lld] = %s, which %.64s lacks", (long long)i,
-                             amp_dtype_name(m->ladder[i]), amp->machine.device.name);
+            return ampi_fail(AMP_ERR_UNSUPPORTED, f, ".ladder[%lld] = %s, which %.64s lacks: use a dtype that it has",
+                             (long long)i, amp_dtype_name(m->ladder[i]), amp->machine.device.name);
     }
     if (m->ladder[m->desc.n_ladder - 1] == last) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, f, ".ladder ends in %s, but the context computes in %s: open it with that dtype",
+    return ampi_fail(AMP_ERR_CONFLICT, f,
+                     ".ladder ends in %s, but the context computes in %s: both must be the same dtype",
                      amp_dtype_name(m->ladder[m->desc.n_ladder - 1]), amp_dtype_name(last));
 }
 
 static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_desc *d) {
     static const char f[] = "amp_adapt_create";
-    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
+    AMPI_TRY(ampi_need(f, d->params, ".params"));
     if (d->n_params < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
     AMPI_TRY(ampi_check_reserved(f, d->reserved));
     AMPI_TRY(ampi_check_weights_of(f, d->params, d->n_params));
     if (ampi_observing(amp) != NULL)
-        return ampi_fail(AMP_ERR_STATE, f, "this context has one already: destroy that first");
+        return ampi_fail(AMP_ERR_STATE, f, "this context has one already, which must be destroyed first");
     if (ampi_settings(amp)->level == AMP_LEVEL_O0 || ampi_settings(amp)->disable)
-        return ampi_fail(AMP_ERR_CONFLICT, f, "%s, where overrides of layers have no effect",
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         "%s, where overrides of layers have no effect: an amp_adapt must have a context where they do",
                          ampi_settings(amp)->disable ? "the context is disabled" : "the context is at level O0");
     if (d->scaler != NULL && d->scaler->amp != amp)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context");
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".scaler belongs to another context: create it in this one");
     return AMP_OK;
 }
 
@@ -34650,11 +34845,14 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
         if (p->id == 0 || !ampi_is_known(m->amp, p))
-            return ampi_fail(AMP_ERR_STATE, "amp_adapt_create", "parameter %lld is not registered with this context",
+            return ampi_fail(AMP_ERR_STATE, "amp_adapt_create",
+                             "parameter %lld is not registered with this context: call amp_param_register first",
                              (long long)i);
         n += p->weight.ndim == 2;
     }
-    if (n == 0) return ampi_fail(AMP_ERR_SHAPE, "amp_adapt_create", "none of .params is a matrix");
+    if (n == 0)
+        return ampi_fail(AMP_ERR_SHAPE, "amp_adapt_create",
+                         "none of .params is a matrix: at least one must have two dimensions");
     AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->layers, n, sizeof *m->layers));
     m->n = n;
     AMPI_TRY(ampi_alloc(s, "amp_adapt_create", (void **)&m->records, n + 64, sizeof *m->records));
@@ -34737,7 +34935,7 @@ static amp_result ampi_adapt_create(amp_context *amp, amp_adapt **out, const amp
     amp_adapt *m = NULL;
     amp_result result;
     if (out != NULL) *out = NULL;
-    AMPI_TRY(ampi_need("amp_adapt_create", amp && out && desc, "amp, out or desc"));
+    AMPI_TRY(ampi_need3("amp_adapt_create", amp, "amp", out, "out", desc, "desc"));
     AMPI_TRY(ampi_may_wait(amp));
     result = ampi_ranks_result(amp, ampi_adapt_make(amp, &m, desc));
     if (result == AMP_OK) result = ampi_adapt_compare(m);
@@ -34751,7 +34949,7 @@ AMP_API AMPI_COLD amp_result amp_adapt_create(amp_context *amp, amp_adapt **out,
     return ampi_as("amp_adapt_create", ampi_adapt_create(amp, out, desc));
 }
 AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) {
-    AMPI_TRY(ampi_need("amp_adapt_query", out != NULL, "out"));
+    AMPI_TRY(ampi_need("amp_adapt_query", out, "out"));
     AMPI_TRY(ampi_need_object("amp_adapt_query", adapt, "adapt"));
     *out = adapt->desc;
     return AMP_OK;
@@ -34919,7 +35117,7 @@ AMP_API AMPI_COLD amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *s
     ampi_saved_layers s;
     amp_state *own;
     amp_result result;
-    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_need3(f, adapt, "adapt", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_alive(&adapt->object, f));
     AMPI_TRY(ampi_as(f, amp_state_create(&own, &state->system)));
     memset(&s, 0, sizeof s);
@@ -34959,7 +35157,7 @@ static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, con
                              "matrix %lld was saved from another model; here it is %s [%lld, %lld]", (long long)i,
                              p->name, (long long)shape[1], (long long)shape[2]);
         if (!ampi_adapt_is_possible(m, s, i))
-            return ampi_fail(AMP_ERR_MISMATCH, f, "the record of %s is corrupt", p->name);
+            return ampi_fail(AMP_ERR_MISMATCH, f, "the record of %s is corrupt: load an earlier state", p->name);
     }
     return AMP_OK;
 }
@@ -34992,10 +35190,11 @@ static amp_result ampi_adapt_load(amp_adapt *m, const amp_state *state, const ch
     amp_result result = ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_adapt_saved, numbers), &numbers,
                                         1);
     if (result == AMP_ERR_RANGE)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "%s.adapt was not saved by an amp_adapt", prefix);
+        return ampi_fail(AMP_ERR_MISMATCH, f,
+                         "%s.adapt was not saved by an amp_adapt: pass the prefix of amp_adapt_save", prefix);
     AMPI_TRY(result);
     if (numbers.rungs != mine.rungs || memcmp(numbers.ladder, mine.ladder, sizeof mine.ladder) != 0)
-        return ampi_fail(AMP_ERR_MISMATCH, f, "saved with another ladder (%lld dtypes from %s)",
+        return ampi_fail(AMP_ERR_MISMATCH, f, "saved with another .ladder (of %lld dtypes from %s): set the same",
                          (long long)numbers.rungs, amp_dtype_name((amp_dtype)numbers.ladder[0]));
     if (numbers.layers != m->n)
         return ampi_fail(AMP_ERR_MISMATCH, f, "saved from another model: %lld matrices, here %lld",
@@ -35016,7 +35215,7 @@ AMP_API AMPI_COLD amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *s
     char key[AMPI_STATE_KEY];
     ampi_saved_layers s;
     amp_result result;
-    AMPI_TRY(ampi_need(f, adapt && state && prefix, "adapt, state or prefix"));
+    AMPI_TRY(ampi_need3(f, adapt, "adapt", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "adapt", -1));
     AMPI_TRY(ampi_alive(&adapt->object, f));
     memset(&s, 0, sizeof s);
@@ -35117,30 +35316,33 @@ static const ampi_field ampi_recovery_fields[] = {
 static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc *d) {
     static const char f[] = "amp_recovery_create";
     int64_t i;
-    AMPI_TRY(ampi_need(f, d->params != NULL, ".params"));
+    AMPI_TRY(ampi_need(f, d->params, ".params"));
     if (d->n_params < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".n_params = %lld, must be 1 or more", (long long)d->n_params);
-    AMPI_TRY(ampi_need(f, d->optimizer != NULL, ".optimizer"));
+    AMPI_TRY(ampi_need(f, d->optimizer, ".optimizer"));
     AMPI_TRY(ampi_fields(f, ampi_recovery_fields, sizeof ampi_recovery_fields, d));
     if ((d->save == NULL) != (d->load == NULL))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".save and .load must be set together");
     for (i = 0; i < d->n_params; i++) {
         const amp_param *p = &d->params[i];
         if (p->weight.data == NULL)
-            return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] %s has no weight", (long long)i, p->name ? p->name : "");
+            return ampi_fail(AMP_ERR_NULL, f, ".params[%lld] (%s) has no weight: set its .weight.data",
+                             (long long)i, p->name ? p->name : "unnamed");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight))
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous", p->name ? p->name : "?");
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous, as it must be",
+                             p->name ? p->name : "?");
     }
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) ||
         (d->loader != NULL && d->loader->amp != amp))
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context",
+        return ampi_fail(AMP_ERR_CONFLICT, f, ".%s belongs to another context: create it in this one",
                          d->optimizer->amp != amp                     ? "optimizer"
                          : d->loader != NULL && d->loader->amp != amp ? "loader"
                                                                       : "scaler");
     AMPI_TRY(ampi_check_all_known(amp, f, d->params, d->n_params));
     if (d->optimizer->desc.sync_every > 0)
-        return ampi_fail(AMP_ERR_CONFLICT, f, ".optimizer has .sync_every, whose ranks would go back alone");
+        return ampi_fail(AMP_ERR_CONFLICT, f,
+                         ".optimizer has .sync_every, whose ranks would go back alone: use an optimizer without it");
     if (d->optimizer->micro > 0)
         return ampi_fail(AMP_ERR_STATE, f, "%d of %d micro-batches are accumulated: create the recovery between steps",
                          d->optimizer->micro, d->optimizer->desc.accumulation);
@@ -35171,11 +35373,7 @@ AMP_API AMPI_COLD amp_result amp_recovery_create(amp_context *amp, amp_recovery 
     amp_recovery *r;
     amp_result result;
     if (out != NULL) *out = NULL;
-    if (amp == NULL || out == NULL || desc == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_create", "%s is NULL",
-                         amp == NULL   ? "amp"
-                         : out == NULL ? "out"
-                                       : "desc");
+    AMPI_TRY(ampi_need3("amp_recovery_create", amp, "amp", out, "out", desc, "desc"));
     d = *desc;
     AMPI_TRY(ampi_check_recovery(amp, &d));
     AMPI_TRY(ampi_object_create(amp, "amp_recovery_create", (void **)&r, sizeof *r, "recovery", ampi_recovery_stop));
@@ -35437,11 +35635,7 @@ static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_reco
     amp_recovery *r = recovery;
     amp_step_record all;            /* what happened on some rank */
     double most[2];
-    if (r == NULL || record == NULL || event == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_step", "%s is NULL",
-                         r == NULL        ? "recovery"
-                         : record == NULL ? "record"
-                                          : "event");
+    AMPI_TRY(ampi_need3("amp_recovery_step", r, "recovery", record, "record", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
     if (r->desc.loader != NULL) AMPI_TRY(ampi_alive(&r->desc.loader->object, "amp_recovery_step"));
     AMPI_TRY(ampi_may_wait(r->amp));
@@ -35500,12 +35694,11 @@ static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_rec
     amp_optimizer *o;
     int64_t freed = 0;
     int again;
-    if (r == NULL || event == NULL)
-        return ampi_fail(AMP_ERR_NULL, "amp_recovery_memory", "%s is NULL", r == NULL ? "recovery" : "event");
+    AMPI_TRY(ampi_need2("amp_recovery_memory", r, "recovery", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     if (ampi_world(r->amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and "
-                         "wait in their step: begin again with a smaller micro-batch on all", ampi_world(r->amp) - 1);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and wait in their "
+                         "step: all ranks must start again with a smaller micro-batch", ampi_world(r->amp) - 1);
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
@@ -35532,7 +35725,7 @@ static amp_result ampi_recovery_batch(amp_recovery *recovery, amp_loader *loader
     ampi_recovery_point now;
     amp_result result;
     memset(&now, 0, sizeof now);
-    AMPI_TRY(ampi_need("amp_recovery_batch", r != NULL, "recovery"));
+    AMPI_TRY(ampi_need("amp_recovery_batch", r, "recovery"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_batch"));
     if (loader != NULL) AMPI_TRY(ampi_alive(&loader->object, "amp_recovery_batch"));
     if (r->desc.optimizer->micro > 0)
@@ -35567,7 +35760,7 @@ static const ampi_saved ampi_recovery_saved[] = {AMPI_OF_RECOVERY(halvings, AMPI
 AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *state, const char *prefix) {
     const char *f = "amp_recovery_save";
     amp_recovery r;
-    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
     /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
@@ -35581,12 +35774,14 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
     char key[AMPI_STATE_KEY];
     amp_recovery r;
     amp_result result;
-    AMPI_TRY(ampi_need(f, recovery && state && prefix, "recovery, state or prefix"));
+    AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_key(f, key, prefix, "recovery", -1));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
     result = ampi_as(f, ampi_saved_walk(f, NULL, state, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
-    if (result == AMP_ERR_RANGE) return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery", key);
+    if (result == AMP_ERR_RANGE)
+        return ampi_fail(AMP_ERR_MISMATCH, f, "%s was not saved by a recovery: pass the prefix of amp_recovery_save",
+                         key);
     if (result != AMP_OK) return result;
     recovery->halvings = r.halvings, recovery->fitted = r.fitted, recovery->failures = r.failures;
     recovery->doubled = r.doubled, recovery->retries = r.retries, recovery->streak = r.streak;

@@ -135,6 +135,14 @@ for name in $(grep -oE '^    X\(AMP_ERR_[A-Z0-9_]+' amp.h | sed 's/.*(//'); do
     if grep -q "$name" tests/*/t_*.c tests/cuda/t_*.cpp; then pass; else fail "provoked results" "no test provokes $name"; fi
 done
 
+# The page of errors has texts of every result; no text speaks of itself.
+awk -f tests/error_texts.awk amp.h > "$work/texts"
+for name in $(grep -oE '^    X\(AMP_ERR_[A-Z0-9_]+' amp.h | sed 's/.*(//'); do
+    if grep -A1 "^$name " "$work/texts" | grep -q '^  .*\[amp.*\]$'; then pass; else fail "make error-texts" "no text of $name"; fi
+done
+odd=$(grep -nE 'the text|of yours' "$work/texts" | grep -v '<the text of an error>' | head -n 3)
+if [ "$(wc -l < "$work/texts")" -gt 600 ] && [ -z "$odd" ]; then pass; else fail "make error-texts" "$odd"; fi
+
 # Every test that the table of traps names exists and runs, and every test of t_traps.c is in it.
 sed '/\*\//q' tests/hostile/t_traps.c > "$work/traps"
 for held in $(grep -oE '\bt_[a-z_]+\.[a-z0-9_]{2,}' "$work/traps") $(sed -n 's/^TEST(\(.*\)) {$/t_traps.\1/p' tests/hostile/t_traps.c); do

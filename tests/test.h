@@ -88,6 +88,12 @@ static __attribute__((unused)) void ampt_provoked_text(const char *text) {
     int result;
     if (sscanf(text, "AMP%d %40[a-z0-9_]:", &result, name) == 2) ampt_provoked(name, result);
 }
+/* Whether an error's text says itself what to do; amp.h puts its result's hint behind those that do not. */
+static __attribute__((unused)) int ampt_says_what_to_do(const char *text) {
+    static const char *const verbs[] = {" must ", " call ", " set ", " use ", " pass ", " give ", " create ", " load "};
+    for (size_t i = 0; i < sizeof verbs / sizeof *verbs; i++) if (strstr(text, verbs[i]) != NULL) return 1;
+    return 0;
+}
 static __attribute__((unused)) void ampt_named(const char *call, int result, const char *text, const char *file, int line) {
     char start[80];
     size_t n = strspn(call, "abcdefghijklmnopqrstuvwxyz0123456789_");

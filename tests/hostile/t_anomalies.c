@@ -203,12 +203,13 @@ static const char *here(void) {
     return text;
 }
 
-/* The last-error text is this failure's, and has a detail between function and hint. */
+/* The last-error text is this failure's, has a detail behind the function, and says what to do: itself or by the hint. */
 static int says_what(amp_result r) {
     char begin[16];
     const char *text = amp_last_error(), *detail = strstr(text, ": "), *hint = strstr(text, amp_result_hint(r));
     snprintf(begin, sizeof begin, "AMP%04d ", (int)r);
-    return strncmp(text, begin, strlen(begin)) == 0 && detail != NULL && hint != NULL && hint - detail > 6;
+    return strncmp(text, begin, strlen(begin)) == 0 && detail != NULL && (hint != NULL || ampt_says_what_to_do(text)) &&
+           (hint != NULL ? (size_t)(hint - detail) : strlen(detail)) > 6;
 }
 
 static void env_open(env *e) {

@@ -46,7 +46,35 @@ TEST(last_error_names_field_value_and_mend) {
     CHECK_ERR(amp_open(&amp, &desc), AMP_ERR_RANGE);
     CHECK(amp == NULL);
     CHECK(context_says("AMP0102 amp_open: .threads = -3, must be 1 to 1024"));
-    CHECK(context_says(amp_result_hint(AMP_ERR_RANGE)));
+}
+
+/* The hint says what to do where the text does not. */
+TEST(hint_where_the_text_does_not_say_what_to_do) {
+    amp_state *state = NULL;
+    char text[300];
+    CHECK_ERR(amp_state_load(&state, NULL, "build/none"), AMP_ERR_OPEN);
+    snprintf(text, sizeof text, "AMP0401 amp_state_load: build/none: %s; %s", strerror(ENOENT), amp_result_hint(AMP_ERR_OPEN));
+    CHECK(strcmp(amp_last_error(), text) == 0);
+    CHECK_ERR(amp_state_load(&state, NULL, NULL), AMP_ERR_NULL);
+    CHECK(strcmp(amp_last_error(), "AMP0101 amp_state_load: path is NULL: pass the file's name") == 0);
+}
+
+/* A NULL is refused by the name of what is NULL, with what belongs there. */
+TEST(null_is_refused_by_name) {
+    amp_context *amp = context_open_with(NULL);
+    amp_optimizer *optimizer = NULL;
+    amp_recovery *recovery = NULL;
+    amp_recovery_desc desc;
+    memset(&desc, 0, sizeof desc);
+    CHECK_ERR(amp_optimizer_create(NULL, &optimizer, NULL), AMP_ERR_NULL);
+    CHECK(context_says("amp_optimizer_create: amp is NULL: pass the context that amp_open made"));
+    CHECK_ERR(amp_optimizer_create(amp, NULL, NULL), AMP_ERR_NULL);
+    CHECK(context_says("out is NULL: pass the address of the variable that takes the result"));
+    CHECK_ERR(amp_optimizer_create(amp, &optimizer, NULL), AMP_ERR_NULL);
+    CHECK(context_says("desc is NULL: pass the address of an amp_optimizer_desc"));
+    CHECK_ERR(amp_recovery_create(amp, &recovery, &desc), AMP_ERR_NULL);
+    CHECK(context_says(".params is NULL: set it to an array of .n_params parameters"));
+    amp_close(amp);
 }
 
 /* What other languages call, with what their structs were made from. */
@@ -741,6 +769,8 @@ TEST(several_threads_share_a_context) {
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(results_have_texts_and_hints); RUN(result_numbers_never_change); RUN(last_error_names_field_value_and_mend);
+    RUN(hint_where_the_text_does_not_say_what_to_do);
+    RUN(null_is_refused_by_name);
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(cores_of_the_table); RUN(choice_counts_the_path);
     RUN(choice_refuses_or_falls_back_by_name);
     RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);

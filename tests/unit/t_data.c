@@ -1004,9 +1004,9 @@ TEST(bad_tensors) {
     amp_tensor tensors[6];
     amp_loader_desc good = tensor_desc(tensors), d = good;
     d.arrays = paths; d.n_arrays = 1;
-    tensors_refused(&d, AMP_ERR_CONFLICT, "2 of .path, .arrays, .tensors and .source");
+    tensors_refused(&d, AMP_ERR_CONFLICT, "set exactly one of .path, .arrays, .tensors and .source; 2 are set");
     d = good; d.tensors = NULL;
-    tensors_refused(&d, AMP_ERR_NULL, "0 of .path, .arrays, .tensors and .source");
+    tensors_refused(&d, AMP_ERR_NULL, "set exactly one of .path, .arrays, .tensors and .source; 0 are set");
     d = good; d.n_tensors = 0;
     tensors_refused(&d, AMP_ERR_RANGE, ".n_tensors = 0, must be 1 to 8");
     d.n_tensors = 9;
@@ -1321,7 +1321,7 @@ TEST(callback_errors) {
     c.block = 1;
     l = opened(&d);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
-    CHECK(strstr(amp_last_error(), "worker 0 is in the callback with sample 0") != NULL);
+    CHECK(strstr(amp_last_error(), "worker 0 is in your callback with sample 0") != NULL);
     pthread_mutex_lock(&c.lock);
     c.block = 0;
     pthread_cond_broadcast(&c.go);
@@ -1635,7 +1635,7 @@ TEST(opening_that_hangs) {
             d.timeout_ms = 40;
             set_faults(&f, 0, 0, 0, 0, 1);
             CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_TIMEOUT);
-            CHECK(l == NULL && strstr(amp_last_error(), "40 ms have passed, opening") != NULL && strstr(amp_last_error(), "tokens.") != NULL);
+            CHECK(l == NULL && strstr(amp_last_error(), "40 ms have passed while opening") != NULL && strstr(amp_last_error(), "tokens.") != NULL);
             CHECK(ampi_posix_clock(NULL) - began < (int64_t)10 * 1000000000);
             set_faults(&f, 0, 0, 0, 0, 0);
             join_detached(&f, 1);
@@ -1892,7 +1892,7 @@ TEST(cached_file_changes) {
         CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TRUNCATED);
         CHECK(strstr(amp_last_error(), d.path) != NULL && strstr(amp_last_error(), "ended at offset") != NULL);
         if (strstr(amp_last_error(), "ended at"))
-            sscanf(strstr(amp_last_error(), "ended at"), "ended at offset %lld, it had %lld", &ended, &had);
+            sscanf(strstr(amp_last_error(), "ended at"), "ended at offset %lld, and had %lld", &ended, &had);
         CHECK_EQ(ended, end);
         CHECK_EQ(had, 2 * BIG_TOKENS);
     }

@@ -3019,7 +3019,7 @@ TEST(states_in_a_cycle_are_of_their_rank) {
         load_into(state, 0, 1, 4, 0, "rank 0 of 2");
         load_into(state, 0, 2, 5, 0, way == 0 ? ".accumulation" : "");
         old = without_the_cycle(state);
-        if (way == 0) load_into(old, 0, 2, 4, 0, "by a rank it does not name");
+        if (way == 0) load_into(old, 0, 2, 4, 0, "by a rank that the state does not name");
         load_into(old, 0, 1, 4, 0, "");
         amp_state_destroy(old);
         CHECK_OK(amp_optimizer_step(o, NULL));

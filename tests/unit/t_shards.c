@@ -721,7 +721,7 @@ static void fail_to_gather(job *j, amp_context *amp, model *m, amp_optimizer *o,
     CHECK_EQ(layer(amp, m, &m->p[4], &m->p[5], 200, 10), AMP_ERR_REDUCE);
     if (j->rank == 0) {
         CHECK_ERR(amp_sync(amp), AMP_ERR_REDUCE);
-        CHECK_MSG(strstr(amp_last_error(), "were not gathered whole") && strstr(amp_last_error(), "the hook returned 7"), "%s", amp_last_error());
+        CHECK_MSG(strstr(amp_last_error(), "were not gathered whole") && strstr(amp_last_error(), "your callback returned 7"), "%s", amp_last_error());
     }
     for (int again = 0; again < 2; again++) {
         CHECK_EQ(layer(amp, m, &m->p[0], &m->p[1], 64, 64), AMP_ERR_REDUCE);

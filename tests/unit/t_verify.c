@@ -605,7 +605,7 @@ TEST(bad_input) {
     CHECK(strstr(amp_last_error(), "logits is infinite or NaN in fp32 already") != NULL);
     a_model.broken = BREAK_FAIL;
     REFUSED(d.allowance = 1, AMP_ERR_RANGE);
-    CHECK(strstr(amp_last_error(), "fails in fp32 already, with 301: AMP0301 step: no room for h") != NULL);
+    CHECK(strstr(amp_last_error(), "the step must succeed in fp32 first, and fails with 301: AMP0301 step: no room for h") != NULL);
     a_model.broken = BREAK_REGION;
     REFUSED(d.allowance = 1, AMP_ERR_RANGE);
     CHECK(strstr(amp_last_error(), "with 77") != NULL && ampi_thread.regions == 0);
@@ -1022,7 +1022,7 @@ TEST(gradcheck_bad_input) {
     REFUSED(d.dtype = AMP_E4M3, AMP_ERR_UNSUPPORTED);
     REFUSED(d.dtype = AMP_I32, AMP_ERR_DTYPE);
     REFUSED(scan_ranges[0][1].count = C - 1, AMP_ERR_SHAPE);
-    CHECK(strstr(amp_last_error(), "w 1 has 19 elements, its gradient 20") != NULL);
+    CHECK(strstr(amp_last_error(), "w 1 has 19 elements, and its gradient 20") != NULL);
     REFUSED(scan_ranges[2][0].count = 3, AMP_ERR_SHAPE);
     REFUSED(scan_ranges[0][0].dtype = AMP_BF16, AMP_ERR_DTYPE);
     REFUSED(scan_ranges[1][0].dtype = AMP_F64, AMP_ERR_DTYPE);
