@@ -1,8 +1,8 @@
-/* trainer.h - the example trainer in a process of its own, for the programs that kill it and starve it.
+/* trainer.h - runs the example trainer in a process of its own, for the programs that kill it or make its calls fail.
  *
- * The programs are linked with --wrap for the C library's calls in TRAINER_WRAPS (rules.mk), so the trainer runs
- * unchanged, and every call of its file layer passes through here first.  What must outlive a killed process lies in
- * memory shared with it. */
+ * The programs are linked with --wrap for the C library's calls in TRAINER_WRAPS (rules.mk).  Therefore the trainer runs
+ * unchanged, and every call of its file layer passes through here first.  Data that must outlive a killed process is kept
+ * in memory shared with it. */
 #ifndef TRAINER_H
 #define TRAINER_H
 

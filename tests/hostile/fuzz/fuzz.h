@@ -1,8 +1,8 @@
-/* fuzz.h - what the fuzzers share: claims, a file layer over memory, a context on it.
+/* fuzz.h - what the fuzzers share: the macro CLAIM, a file layer over memory, and a context on it.
  *
- * A fuzzer is one function, LLVMFuzzerTestOneInput(data, size), that hands the bytes to what parses them and says with
- * CLAIM what must be true whatever they are.  libFuzzer brings its main (tests/hostile/fuzz/rules.mk); tests/hostile/t_fuzz.c runs the
- * same functions over the seeds, and over changes of them, with any compiler. */
+ * A fuzzer is one function, LLVMFuzzerTestOneInput(data, size).  It gives the bytes to the code that parses them, and
+ * states with CLAIM what must be true for every input.  libFuzzer brings its own main (tests/hostile/fuzz/rules.mk).
+ * tests/hostile/t_fuzz.c runs the same functions over the seeds, and over changes of them, with any compiler. */
 #ifndef AMPT_FUZZ_H
 #define AMPT_FUZZ_H
 
