@@ -1,6 +1,6 @@
-/* comma.h - numbers with a decimal comma: if (!comma_begin()) SKIP(NO_COMMA); ... comma_end();
+/* comma.h - switches to a locale with a decimal comma: if (!comma_begin()) SKIP(NO_COMMA); ... comma_end();
  *
- * The locale is the system's de_DE.UTF-8 or, where it has none, one that localedef makes for the test. */
+ * The locale is the system's de_DE.UTF-8.  If the system has none, localedef makes one for the test. */
 #ifndef AMPT_COMMA_H
 #define AMPT_COMMA_H
 

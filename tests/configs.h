@@ -1,5 +1,6 @@
-/* configs.h - config.json files that transformers wrote (tests/torch/golden/hf_configs.json), beside weights of ours that look like
- * its own, and what must come back of them.  Needs examples/gpt_files.h, golden.h and test.h. */
+/* configs.h - tests config.json files that transformers wrote (tests/torch/golden/hf_configs.json).  Weights made here,
+ * which look like its own, are put beside them.  The tests say what reading and writing must give.  Needs
+ * examples/gpt_files.h, golden.h and test.h. */
 #ifndef AMPT_CONFIGS_H
 #define AMPT_CONFIGS_H
 

@@ -1,10 +1,11 @@
-/* faults.h - a host whose n-th allocation, file call, thread or clock reading fails, once or from then on, and which
- * counts what is out: blocks, bytes, open files, threads.  For tests; include amp.h and test.h first.
+/* faults.h - a set of system functions whose n-th allocation, file call, thread or clock reading fails, once or from then
+ * on.  It also counts the blocks, bytes, open files and threads that are in use.  It is for tests.  Include amp.h and
+ * test.h first.
  *
  *     faults_arm(&fault, n, FAULT_ONCE); ... calls ...; faults_disarm(); faults_check_balance();
  *
- * desc.system = *faults_system() brings it into a context.  Memory is filled with garbage when it is handed out and when
- * it comes back, and a block must come back with the size it was asked for with, and with nothing written behind it. */
+ * desc.system = *faults_system() puts it into a context.  Memory is filled with garbage when it is allocated and when it is
+ * freed.  A block must be freed with the size with which it was allocated, and no byte behind it may have been written. */
 #ifndef AMPT_FAULTS_H
 #define AMPT_FAULTS_H
 

@@ -1,4 +1,5 @@
-/* gemm_parts.h - for tests: a product and what a backend that fuses does along with it, by the CPU's kernels in turn. */
+/* gemm_parts.h - computes a product together with the operations that a fusing backend adds, by CPU kernels one after
+ * another. */
 #ifndef AMPT_GEMM_PARTS_H
 #define AMPT_GEMM_PARTS_H
 

@@ -1,5 +1,5 @@
-/* golden.h - reads the golden files that tests/torch/oracle/common.py writes, makes its random numbers again, and
- * measures errors as it does.  For test programs only: a damaged file ends the program. */
+/* golden.h - reads the golden files that tests/torch/oracle/common.py writes, and makes the same random numbers.  It also
+ * measures errors in the same way.  It is for test programs only: a damaged file ends the program. */
 #ifndef AMPT_GOLDEN_H
 #define AMPT_GOLDEN_H
 

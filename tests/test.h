@@ -1,12 +1,13 @@
-/* test.h - the test harness: TEST(name) { CHECK(condition); }, SKIP("reason"), one closing line.
+/* test.h - the test harness: TEST(name) { CHECK(condition); }, SKIP("reason"), and one closing line.
  *
  *     #include "test.h"
  *     TEST(adds) { CHECK(1 + 1 == 2); CHECK_EQ(1 + 1, 2); }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
  *
- * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
- * fails; `--times` tells the seconds of the processor of each.  With AMPT_FIGURES=FILE the measured errors are added to FILE
- * as JSON lines.  AMPT_LEAVE_OUT=ci or long leaves out what is run by RUN_CI, or by RUN_LONG as well; sanitizers, RUN_PLAIN. */
+ * `program --filter TEXT` runs the tests whose name contains TEXT.  `--list` lists them.  `--stop` ends at the first check
+ * that fails.  `--times` prints the CPU seconds of each test.  With AMPT_FIGURES=FILE, the measured errors are added to
+ * FILE as JSON lines.  AMPT_LEAVE_OUT=ci leaves out the tests of RUN_CI, and AMPT_LEAVE_OUT=long those of RUN_LONG as well.
+ * Under sanitizers, the tests of RUN_PLAIN are left out. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 

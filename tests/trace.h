@@ -1,5 +1,6 @@
-/* trace.h - what tests share that follow a trace of tests/torch/oracle/scaler.py or fuzz_logic.py: the generator and the
- * checksum of the oracle, bits of numbers, and the operators of tests/torch/golden/autocast.txt.  Needs amp.h and test.h. */
+/* trace.h - what the tests share that replay a trace of tests/torch/oracle/scaler.py or fuzz_logic.py.  It has the
+ * generator and the checksum of the oracle, functions for the bits of numbers, and the operators of
+ * tests/torch/golden/autocast.txt.  Needs amp.h and test.h. */
 #ifndef AMPT_TRACE_H
 #define AMPT_TRACE_H
 

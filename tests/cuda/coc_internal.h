@@ -1,4 +1,5 @@
-/* coc_internal.h - between the engine (threads of a block) and the runtime (memory, streams). */
+/* coc_internal.h - the interface between the engine (threads of a block) and the runtime (memory, streams) of the model
+ * GPU. */
 #ifndef COC_INTERNAL_H
 #define COC_INTERNAL_H
 

@@ -1,4 +1,4 @@
-/* coc_nccl.h - what tests set and read of the model of NCCL, which exports one of these as coc_nccl. */
+/* coc_nccl.h - the settings and counters of the model of NCCL, which exports one of these structs as coc_nccl. */
 #ifndef COC_NCCL_H
 #define COC_NCCL_H
 

@@ -1,10 +1,10 @@
-/* cublas_rules.h - what amp_cuda.cu and the model take from cuBLASLt: a table of cases, each a product that must run and
- * be right, or a call that must be refused, with the document that says so.
+/* cublas_rules.h - a table of what amp_cuda.cu and the model assume of cuBLASLt.  Each case is a product that must run and
+ * be right, or a call that must return an error, with the document that says so.
  *
- * t_cublas.cpp holds the model to it, tests/gpu/t_models.cu the library on a GPU.  Sources as in coc_cublas.cpp: [H] the
- * header's comments, [M] cublasLtMatmul(), [C] cublasLtCreate(), [N] Narrow Precision Data Types Usage and [T] Tensor Core
- * Usage in docs.nvidia.com/cuda/cublas, [R] the library without a GPU, [TE] TransformerEngine, [MN] marian-nmt; "stated
- * nowhere": the model refuses what nobody promises. */
+ * t_cublas.cpp tests the model with it, and tests/gpu/t_models.cu tests the library on a GPU.  Sources are as in
+ * coc_cublas.cpp: [H] the header's comments, [M] cublasLtMatmul(), [C] cublasLtCreate(), [N] Narrow Precision Data Types
+ * Usage and [T] Tensor Core Usage in docs.nvidia.com/cuda/cublas, [R] the library without a GPU, [TE] TransformerEngine,
+ * [MN] marian-nmt.  "stated nowhere" means that no document promises it, and the model returns an error. */
 #ifndef CUBLAS_RULES_H
 #define CUBLAS_RULES_H
 

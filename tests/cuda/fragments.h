@@ -1,9 +1,10 @@
-/* fragments.h - mma, ldmatrix and cp.async against the tables of the PTX ISA, written here as element -> (lane, register,
- * half).  For the models (t_harness.cpp) and for the hardware (tests/gpu/t_models.cu), which define before:
+/* fragments.h - tests mma, ldmatrix and cp.async with the tables of the PTX ISA, written here as element -> (lane,
+ * register, half).  It tests the models (t_harness.cpp) and the hardware (tests/gpu/t_models.cu).  Both define these
+ * functions before they include it:
  *     void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16);
  *     void fragment_load(uint32_t (&r)[4], const void *row, bool transposed);
  *     void fragment_copy(void *shared, const void *from, bool there);         16 bytes, or zeros; and waits
- * Each test returns "" or what is wrong. */
+ * Each test returns "" or a text that says what is wrong. */
 #ifndef AMPT_FRAGMENTS_H
 #define AMPT_FRAGMENTS_H
 

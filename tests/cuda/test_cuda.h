@@ -1,5 +1,5 @@
-/* test_cuda.h - tests of amp_cuda.cu, on the model GPU of coc.h or (with the coc.h of
- * tests/gpu/on_gpu) on a real one.
+/* test_cuda.h - the harness of the tests of amp_cuda.cu, on the model GPU (coc.h) or on a real one
+ * (tests/gpu/on_gpu/coc.h).
  *
  *     CUDA_TEST(cast_rounds) {
  *         cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
@@ -12,8 +12,8 @@
  *     }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(cast_rounds); return TEST_END(); }
  *
- * The lambda runs once on the CPU backend and, on the model, under every order of threads, blocks and streams.  At the
- * end of a CUDA_TEST nothing of the runtime may be left and no fault may have been seen. */
+ * The lambda runs once on the CPU backend.  On the model, it runs under every order of threads, blocks and streams.  At the
+ * end of a CUDA_TEST, no object of the runtime may be left and no fault may have been seen. */
 #ifndef AMPT_TEST_CUDA_H
 #define AMPT_TEST_CUDA_H
 

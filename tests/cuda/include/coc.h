@@ -1,4 +1,4 @@
-/* coc.h - what tests set and ask of the model GPU. */
+/* coc.h - the functions by which tests control and inspect the model GPU. */
 #ifndef COC_H
 #define COC_H
 
