@@ -19,14 +19,14 @@
 static struct {
     int passed, failed, skipped, failures, list, stop, times, leave_out, left_out;
     const char *filter, *name, *reason;
-    void (*around)(void (*test)(void));     /* runs each test, where not NULL */
+    void (*around)(void (*test)(void));     /* if not NULL, runs each test */
 } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
-#define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* but not in `make quick` */
+#define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* not in `make quick` */
 #define RUN_CI(name) ampt_run_unless(ampt.leave_out > 0, #name, test_##name)        /* in neither `make quick` nor `make test` */
-#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* counts, or measures errors: sanitizers change none */
+#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* not under sanitizers, which change no result */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #  define AMPT_SANITIZED 1
 #elif defined(__has_feature)
@@ -41,7 +41,7 @@ static struct {
 
 /* Reports the first failures of a test and goes on. */
 #define CHECK(condition) ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__)
-/* CHECK that also says what is wrong: CHECK_MSG(x == 3, "x = %d", x). */
+/* A CHECK that also prints what is wrong: CHECK_MSG(x == 3, "x = %d", x). */
 #define CHECK_MSG(condition, ...) \
     do { if (!ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__) && ampt.failures <= 10) { printf("      "); printf(__VA_ARGS__); printf("\n"); } } while (0)
 #define CHECK_EQ(a, b) \
@@ -61,7 +61,7 @@ static __attribute__((unused)) int ampt_check(int ok, const char *what, const ch
     return 0;
 }
 
-/* Whether the line is new to `seen`; there is room for 1024. */
+/* 1 if the line is not yet in `seen`, which has room for 1024 lines. */
 static __attribute__((unused)) int ampt_new(const char *line) {
     static char seen[1024][52];
     static int n;
@@ -70,8 +70,8 @@ static __attribute__((unused)) int ampt_new(const char *line) {
     snprintf(seen[n++], sizeof seen[0], "%s", line);
     return 1;
 }
-/* Adds "NAME RESULT" to AMPT_ERRORS, once for each: what was provoked, by any thread.  tests/errors.sh holds it against
- * amp.h's promises. */
+/* Adds "NAME RESULT" to the file AMPT_ERRORS, once for each error that any thread provoked.  tests/errors.sh compares the
+ * file with the errors that amp.h documents. */
 static __attribute__((unused)) void ampt_provoked(const char *name, int result) {
     static volatile int lock;
     const char *path = getenv("AMPT_ERRORS");
@@ -98,7 +98,7 @@ static __attribute__((unused)) void ampt_named(const char *call, int result, con
     else ampt_provoked_text(text);
 }
 
-/* A measured error and what it may be at most, for whoever collects them. */
+/* Writes a measured error and its bound to the file of AMPT_FIGURES. */
 static __attribute__((unused)) void ampt_figure(const char *name, double value, double bound) {
     const char *path = getenv("AMPT_FIGURES");
     FILE *file = path ? fopen(path, "a") : NULL;
@@ -156,7 +156,7 @@ static __attribute__((unused)) int ampt_end(void) {
 
 #endif
 
-/* A file that defines AMPT_TRAPS runs as in a host that lets invalid operations, divisions by zero and overflows trap. */
+/* A file that defines AMPT_TRAPS runs with traps for invalid operations, divisions by zero and overflows. */
 #undef TEST_BEGIN
 #if defined(AMPT_TRAPS)
 #  undef AMPT_TRAPS

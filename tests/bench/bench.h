@@ -88,7 +88,7 @@ static inline double bench_median(double *values, int64_t n) { return bench_quan
 
 /* ---- Time */
 
-/* CPU time of this thread, in seconds: what waiting does not add to. */
+/* CPU time of this thread, in seconds, which does not include waiting. */
 static inline double bench_thread_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
