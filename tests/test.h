@@ -26,7 +26,7 @@ static struct {
 #define RUN(name) ampt_run(#name, test_##name)
 #define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* not in `make quick` */
 #define RUN_CI(name) ampt_run_unless(ampt.leave_out > 0, #name, test_##name)        /* in neither `make quick` nor `make test` */
-#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* not under sanitizers, which change no result */
+#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* not under sanitizers */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #  define AMPT_SANITIZED 1
 #elif defined(__has_feature)

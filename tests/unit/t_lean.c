@@ -1,4 +1,4 @@
-/* t_lean.c - trains with an amp.h from which parts were left out, and checks that calls that need those parts return an
+/* t_lean.c - tests amp.h without some of its parts: training must work, and calls that need a missing part must return an
  * error.  The error must name the missing part.  By default, the macros are those of the manual's smallest command, which
  * leaves out most of what the loss scaler does not need.  With other macros on the command line, only those parts are left
  * out (tests/compile.sh). */
