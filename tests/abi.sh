@@ -1,6 +1,7 @@
 #!/bin/sh
-# abi.sh - files compiled against other headers than the implementation, linked with it: amp_open returns 105 and says which
-# file it was.  And every function of the API half is a symbol by its plain name, as other languages call it.
+# abi.sh - links files that were compiled against a different amp.h than the implementation, and checks that amp_open
+# detects them.  amp_open must return 105 and name the file.  The script also checks that every function of the API half is
+# a symbol with its plain name, because other languages call it by that name.
 . tests/lib.sh
 cc=${CC:-gcc}
 strict="-std=c99 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror"

@@ -1,4 +1,4 @@
-/* alike.h - what a hook that plays two ranks of the same contents gives each other, so that they agree. */
+/* alike.h - an all_gather hook for tests that stands for two ranks with the same contents, which therefore always agree. */
 #ifndef AMPT_ALIKE_H
 #define AMPT_ALIKE_H
 

@@ -1,6 +1,6 @@
-/* comma.h - numbers with a decimal comma: if (!comma_begin()) SKIP(NO_COMMA); ... comma_end();
+/* comma.h - switches to a locale with a decimal comma: if (!comma_begin()) SKIP(NO_COMMA); ... comma_end();
  *
- * The locale is the system's de_DE.UTF-8 or, where it has none, one that localedef makes for the test. */
+ * The locale is the system's de_DE.UTF-8.  If the system has none, localedef makes one for the test. */
 #ifndef AMPT_COMMA_H
 #define AMPT_COMMA_H
 
@@ -23,7 +23,7 @@ static int comma_begin(void) {
     snprintf(command, sizeof command, "localedef -i de_DE -f UTF-8 %s/de_DE.UTF-8 > %s/log 2>&1", folder, folder);
     made = system(command) == 0 && setenv("LOCPATH", folder, 1) == 0 && comma_in_force();
     unsetenv("LOCPATH");
-    snprintf(command, sizeof command, "rm -rf %s", folder);         /* what was loaded stays in force */
+    snprintf(command, sizeof command, "rm -rf %s", folder);         /* the loaded locale remains in force */
     return system(command) == 0 && made;
 }
 

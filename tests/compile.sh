@@ -1,7 +1,8 @@
 #!/bin/sh
-# compile.sh - amp.h under every language standard and compiler at hand, and in every way it may be included.  To machine
-# code, which brings warnings of its own: unused functions once for each compiler, what gcc's optimisation sees in C.
-# compilers.sh has every version and level.
+# compile.sh - compiles amp.h under every language standard with every installed compiler, and in every way that it may be
+# included.  Some compilations go on to machine code, which has warnings of its own: those about unused functions once per
+# compiler, and those from gcc's optimisation in C.  compilers.sh covers every version of the compilers and every level of
+# optimisation.
 . tests/lib.sh
 strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wundef -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"

@@ -1,7 +1,7 @@
 #!/bin/sh
-# compilers.sh - amp.h by every gcc and clang at hand, and by zig's, at every level of optimisation, without a warning: alone,
-# behind macros that a program may have, and with ThreadSanitizer.  COMPILERS="gcc-13 clang-19": these.  An hour of a processor
-# for five compilers.
+# compilers.sh - compiles amp.h without warnings by every installed gcc, clang and zig, at every level of optimisation.  It
+# does this with amp.h alone, behind macros that a program may define, and with ThreadSanitizer.  COMPILERS="gcc-13
+# clang-19" selects compilers.  Five compilers take about an hour of CPU time.
 . tests/lib.sh
 strict="-std=gnu99 -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"

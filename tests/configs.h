@@ -1,5 +1,6 @@
-/* configs.h - config.json files that transformers wrote (tests/torch/golden/hf_configs.json), beside weights of ours that look like
- * its own, and what must come back of them.  Needs examples/gpt_files.h, golden.h and test.h. */
+/* configs.h - tests config.json files that transformers wrote (tests/torch/golden/hf_configs.json).  Weights made here,
+ * which look like its own, are put beside them.  The tests say what reading and writing must give.  Needs
+ * examples/gpt_files.h, golden.h and test.h. */
 #ifndef AMPT_CONFIGS_H
 #define AMPT_CONFIGS_H
 
@@ -11,7 +12,7 @@ static __attribute__((unused)) ampt_configs ampt_configs_open(void) {
     return c;
 }
 
-/* A folder of this process, which stays empty until something is written there. */
+/* A folder of this process, which is empty until a file is written there. */
 static const char *ampt_folder(void) {
     static char folder[200];
     snprintf(folder, sizeof folder, "%s/ampt_configs_%ld", getenv("TMPDIR") ? getenv("TMPDIR") : "/tmp", (long)getpid());
@@ -37,7 +38,7 @@ static void ampt_replace(char *data, size_t n, const char *from, const char *to)
     for (i = 0; i + length <= n; i++) if (memcmp(data + i, from, length) == 0) memcpy(data + i, to, length);
 }
 
-/* model.safetensors says nothing of itself any more, as another program's file. */
+/* Removes the metadata of model.safetensors, as in a file of another program. */
 static void ampt_forget_origin(void) {
     void *data;
     size_t bytes, header = 0;
@@ -50,7 +51,7 @@ static void ampt_forget_origin(void) {
     amp_file_free(NULL, data, bytes);
 }
 
-/* The same JSON, but for blanks. */
+/* 1: both are the same JSON, apart from blanks. */
 static int ampt_same_value(json a, json b) {
     for (;; a.at++, b.at++) {
         while (a.at < a.end && (*a.at == ' ' || *a.at == '\n')) a.at++;
@@ -60,7 +61,7 @@ static int ampt_same_value(json a, json b) {
     }
 }
 
-/* 1: `text` has every member of `original`, with the value that it has there. */
+/* 1: `text` has every member of `original`, with the same value. */
 static int ampt_has_members(json original, const char *text, size_t bytes) {
     json value, mine;
     char key[128];
@@ -74,7 +75,7 @@ static int ampt_has_members(json original, const char *text, size_t bytes) {
     return all;
 }
 
-/* The loss, the norm of all gradients, that of the word embeddings', which come first: each as the golden file has it. */
+/* Compares with the golden file the loss, the norm of all gradients, and that of the word embeddings, which come first. */
 static __attribute__((unused)) void ampt_check_numbers(const ampt_golden *golden, const char *name, const amp_param *params, int64_t n_params, double loss) {
     double got[3], *exact, norms[2] = {0, 0};
     char record[160];

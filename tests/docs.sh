@@ -1,7 +1,8 @@
 #!/bin/sh
-# docs.sh - what the README files and the manual say holds: all their code compiles as C99 and as C++20, their first
-# programs learn, the manual's build as it says and its table of operators is that of the structs, verdicts, gains and the
-# picture's numbers are those of the result files, links lead somewhere, and compilers say what the manual's symptoms say.
+# docs.sh - checks that the README files and the manual are correct.  All their code must compile as C99 and as C++20, and
+# their first programs must learn.  The commands under BUILD in the manual must work.  The manual's table of operators must
+# agree with the structs.  Verdicts, gains and the numbers in the picture must be those of the result files.  Links must
+# exist, and compilers must print the symptoms that the manual lists.
 . tests/lib.sh
 made build/amp.o
 cc=${CC:-gcc}

@@ -1,4 +1,4 @@
-/* docs_names.h - what the code between lines of README and manual stands on. */
+/* docs_names.h - the declarations that the code between the lines of README.md and the manual needs to compile. */
 #include "amp.h"
 #include <stdio.h>
 

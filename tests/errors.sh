@@ -1,6 +1,7 @@
 #!/bin/sh
-# errors.sh - what amp.h promises to return ("Errors: AMP_ERR_SHAPE" above a function) and no test that ran before this one under
-# run.sh provoked by a call that CHECK_ERR sees.  errors.awk reads the promises.
+# errors.sh - checks that every error that amp.h documents is provoked by some test.  amp.h documents them above its
+# functions ("Errors: AMP_ERR_SHAPE"), and errors.awk reads these comments.  An error counts as provoked if a test that ran
+# before this one under run.sh saw it with CHECK_ERR.
 . tests/lib.sh
 if [ ! -s "${AMPT_ERRORS:-}" ]; then skip "promised errors" "no tests ran before: make errors"; closing; exit; fi
 awk -f tests/errors.awk amp.h | sort -u > "$work/promised"

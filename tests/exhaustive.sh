@@ -1,6 +1,6 @@
 #!/bin/sh
-# exhaustive.sh COMMAND...: runs test programs in their full size and closes with the sum of their lines, as run.sh does.
-# With RECORD=FILE it leaves what was run, with what and on what, and what came out, as JSON.
+# exhaustive.sh COMMAND... - runs test programs at full size and adds up their results, as run.sh does.  With RECORD=FILE it
+# writes a JSON file that says what was run, with which compiler and machine, and the results.
 passed=0 failed=0 skipped=0
 # breach TEXT: one more failure.
 breach() { echo "FAIL exhaustive.sh: $1"; failed=$((failed + 1)); }

@@ -1,10 +1,11 @@
-/* faults.h - a host whose n-th allocation, file call, thread or clock reading fails, once or from then on, and which
- * counts what is out: blocks, bytes, open files, threads.  For tests; include amp.h and test.h first.
+/* faults.h - a set of system functions whose n-th allocation, file call, thread or clock reading fails, once or from then
+ * on.  It also counts the blocks, bytes, open files and threads that are in use.  It is for tests.  Include amp.h and
+ * test.h first.
  *
  *     faults_arm(&fault, n, FAULT_ONCE); ... calls ...; faults_disarm(); faults_check_balance();
  *
- * desc.system = *faults_system() brings it into a context.  Memory is filled with garbage when it is handed out and when
- * it comes back, and a block must come back with the size it was asked for with, and with nothing written behind it. */
+ * desc.system = *faults_system() puts it into a context.  Memory is filled with garbage when it is allocated and when it is
+ * freed.  A block must be freed with the size with which it was allocated, and no byte behind it may have been written. */
 #ifndef AMPT_FAULTS_H
 #define AMPT_FAULTS_H
 
@@ -18,23 +19,23 @@ typedef enum fault_kind {
 } fault_kind;
 
 typedef enum fault_effect {
-    FAULT_ERROR,                    /* the call does nothing and returns -value (allocations: NULL) */
-    FAULT_LATE_ERROR,               /* it is done, all or in part, and returns -value: close, sync, list */
+    FAULT_ERROR,                    /* the call only returns -value (allocations: NULL) */
+    FAULT_LATE_ERROR,               /* the call does its work, or a part of it, and returns -value: close, sync, list */
     FAULT_SHORT,                    /* one byte is read or written */
-    FAULT_ZERO,                     /* none is: the end of a file; a disk that takes nothing */
+    FAULT_ZERO,                     /* no byte is read or written: the end of a file, or a full disk */
     FAULT_TIME                      /* the clock shows `value` */
 } fault_effect;
 
 typedef enum fault_style {
     FAULT_ONCE,                     /* the n-th call alone */
-    FAULT_FROM,                     /* it and all that follow, until something fails */
-    FAULT_FOREVER,                  /* the same, and the program gives up at the first failure: it closes everything */
+    FAULT_FROM,                     /* it and all that follow, until a function of amp.h returns an error */
+    FAULT_FOREVER,                  /* the same, but the program stops at the first error and closes everything */
     FAULT_STYLES
 } fault_style;
 
 typedef struct fault { const char *name; fault_kind kind; fault_effect effect; int64_t value; amp_result wanted[3]; } fault;
 
-/* Interruptions end at some time. */
+/* Interruptions end after some calls. */
 enum { FAULT_INTERRUPTIONS = 40 };
 
 static struct {
@@ -43,7 +44,7 @@ static struct {
     int64_t at, last;               /* calls of its kind that fail: at, up to last */
     int64_t calls[FAULT_KINDS], fired;
     int64_t blocks, bytes, files, threads;
-    int64_t damaged;                /* blocks that came back with another size, or overrun */
+    int64_t damaged;                /* blocks that were freed with another size, or written beyond their end */
     int paused;                     /* 1: calls are neither counted nor failed */
 } faults;
 
@@ -71,7 +72,7 @@ static const fault *faults_meet(fault_kind kind) {
 }
 static void faults_count(int64_t *what, int64_t n) { __atomic_add_fetch(what, n, __ATOMIC_SEQ_CST); }
 
-/* A block has its size and the allocator's pointer in front of it, and 16 known bytes behind it. */
+/* In front of a block are its size and the allocator's pointer, and behind it are 16 known bytes. */
 typedef struct fault_block { size_t size; void *start; } fault_block;
 enum { FAULT_TAIL = 16, FAULT_TAIL_BYTE = 0xc3 };
 
@@ -140,7 +141,7 @@ static int faults_sync(void *user, intptr_t file) {
     (void)user;
     return f != NULL ? -(int)f->value : error;
 }
-/* The descriptor is gone whatever close says: close(2). */
+/* The descriptor is closed even if close returns an error: close(2). */
 static int faults_close(void *user, intptr_t file) {
     const fault *f = faults_meet(FAULT_CLOSE);
     int error = faults.posix.file_close(NULL, file);
@@ -205,7 +206,7 @@ static int64_t faults_clock(void *user) {
     return f == NULL ? faults.posix.clock_ns(NULL) : f->effect == FAULT_TIME ? f->value : faults.posix.clock_ns(NULL) + f->value;
 }
 
-/* Locks are no part of the table: the program's own functions stand before the C library's. */
+/* Locks are not in the table of system functions.  Therefore functions of the same names replace the C library's. */
 #if defined(__GLIBC__)
 #include <dlfcn.h>
 static void *faults_real(const char *name) {
@@ -230,7 +231,7 @@ int pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *attributes
 
 static const amp_system *faults_system(void) {
     static amp_system s;
-    if (s.alloc != NULL) return &s;         /* workers may be in it */
+    if (s.alloc != NULL) return &s;         /* workers may be using it */
     amp_system_default(&faults.posix);
     memset(&s, 0, sizeof s);
     s.alloc = faults_alloc;               s.free = faults_free;
@@ -244,7 +245,7 @@ static const amp_system *faults_system(void) {
     return &s;
 }
 
-/* ---- What may happen.  `wanted`: the results that a failing call may return; none: nothing may fail. */
+/* ---- What may happen.  `wanted` has the results that a failing call may return.  If there are none, no call may fail. */
 
 static const fault all_faults[] = {
     {"alloc",         FAULT_ALLOC,  FAULT_ERROR, ENOMEM, {AMP_ERR_MEMORY}},
@@ -287,7 +288,7 @@ static __attribute__((unused)) int fault_wants(const fault *f, amp_result r) {
     return 0;
 }
 
-/* Everything has been given back. */
+/* Checks that everything has been freed and closed. */
 static int faults_balanced(void) {
     return faults.blocks == 0 && faults.bytes == 0 && faults.files == 0 && faults.threads == 0 && faults.damaged == 0;
 }

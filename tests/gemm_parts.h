@@ -1,11 +1,12 @@
-/* gemm_parts.h - for tests: a product and what a backend that fuses does along with it, by the CPU's kernels in turn. */
+/* gemm_parts.h - computes a product together with the operations that a fusing backend adds, by CPU kernels one after
+ * another. */
 #ifndef AMPT_GEMM_PARTS_H
 #define AMPT_GEMM_PARTS_H
 
 #include <stdlib.h>
 #include <string.h>
 
-/* c = act'(pre) * product + beta c: the product in fp32, then row by row. */
+/* c = act'(pre) * product + beta c.  The product is computed in fp32, and the rest row by row. */
 static amp_result gemm_parts_backward(void *dev, const amp_k_gemm *args) {
     float *product = (float *)malloc((size_t)(args->m * args->n + args->n) * sizeof(float)), *pre = product + args->m * args->n;
     amp_k_gemm g = *args;
@@ -34,7 +35,7 @@ static amp_result gemm_parts_backward(void *dev, const amp_k_gemm *args) {
     return result;
 }
 
-/* The columns' sums of a matrix. */
+/* The sums of a matrix's columns. */
 static amp_result gemm_parts_sum(void *dev, const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld, const amp_k_gradient *out) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
@@ -43,7 +44,7 @@ static amp_result gemm_parts_sum(void *dev, const void *data, amp_dtype dtype, i
     return amp_cpu()->column_sum(dev, &s, NULL);
 }
 
-/* The rows' sums of op(a): of columns where it is stored transposed, otherwise a times ones. */
+/* The sums of the rows of op(a).  If a is stored transposed, these are sums of columns, otherwise a times ones. */
 static amp_result gemm_parts_row_sum(void *dev, const amp_k_gemm *args) {
     float *ones;
     amp_k_gemm g;
@@ -63,7 +64,7 @@ static amp_result gemm_parts_row_sum(void *dev, const amp_k_gemm *args) {
     return result;
 }
 
-/* As the gemm of a backend that fuses, on an open device of the CPU's. */
+/* Does the same as the gemm of a backend that fuses, on an open device of the CPU backend. */
 static amp_result gemm_parts(void *dev, const amp_k_gemm *args) {
     amp_k_gemm g = *args;
     amp_result result;

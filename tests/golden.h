@@ -1,5 +1,5 @@
-/* golden.h - reads the golden files that tests/torch/oracle/common.py writes, makes its random numbers again, and
- * measures errors as it does.  For test programs only: a damaged file ends the program. */
+/* golden.h - reads the golden files that tests/torch/oracle/common.py writes, and makes the same random numbers.  It also
+ * measures errors in the same way.  It is for test programs only: a damaged file ends the program. */
 #ifndef AMPT_GOLDEN_H
 #define AMPT_GOLDEN_H
 
@@ -13,7 +13,7 @@
 #define AMPT_GOLDEN "tests/torch/golden"
 #endif
 
-/* ---- Random numbers: Philox4x32-10, written apart from the library's so that the two check each other */
+/* ---- Random numbers: Philox4x32-10, written separately from the library's, so that the two check each other */
 
 static __attribute__((unused)) void ampt_philox(uint32_t c[4], uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
@@ -46,7 +46,7 @@ static __attribute__((unused)) void ampt_uniform(float *out, int64_t n, uint32_t
     }
 }
 
-/* Integers 0..below-1. */
+/* Integers from 0 to below - 1. */
 static __attribute__((unused)) void ampt_integers(int32_t *out, int64_t n, uint32_t seed, uint32_t stream,
                                                  int32_t below) {
     for (int64_t i = 0; i < n; i++)
@@ -74,7 +74,7 @@ static __attribute__((unused)) ampt_golden ampt_golden_open(const char *file) {
     return g;
 }
 
-/* The values of a record, copied to aligned memory that the caller frees; ends the program when it is not there. */
+/* The values of a record, copied to aligned memory that the caller frees.  Without the record, the program ends. */
 static __attribute__((unused)) void *ampt_golden_read(const ampt_golden *g, const char *name, uint32_t type,
                                                      int64_t *count) {
     size_t at = 12;
@@ -106,14 +106,14 @@ static __attribute__((unused)) double ampt_golden_number(const ampt_golden *g, c
 /* ---- The error measure: |got - exact| / max(|exact|, floor), floor = sqrt(elements / elements of the layer) times
    the layer's gradient norm, so that tensors whose exact gradient is zero stay measurable. */
 
-typedef struct ampt_norms { double square, count; } ampt_norms;        /* of a layer: add all its tensors first */
+typedef struct ampt_norms { double square, count; } ampt_norms;        /* of one layer: add all its tensors first */
 
 static __attribute__((unused)) void ampt_norms_add(ampt_norms *layer, const float *exact, int64_t n) {
     for (int64_t i = 0; i < n; i++) layer->square += (double)exact[i] * (double)exact[i];
     layer->count += (double)n;
 }
 
-/* 1 if an element is infinite or NaN, by its bits: also right under -Ofast. */
+/* 1 if an element is infinite or NaN.  It reads the bits, so it is also right under -Ofast. */
 static __attribute__((unused)) int ampt_has_nonfinite(const float *x, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits;
@@ -123,7 +123,7 @@ static __attribute__((unused)) int ampt_has_nonfinite(const float *x, int64_t n)
     return 0;
 }
 
-/* 1e30 if something is not finite. */
+/* 1e30 if an element is not finite. */
 static __attribute__((unused)) double ampt_error(const float *got, const float *exact, int64_t n,
                                                  const ampt_norms *layer) {
     double off = 0, own = 0, floor_square = layer->square * (double)n / layer->count;

@@ -1,5 +1,5 @@
-/* handwritten_gpt.h - the GPT-2 of examples/gpt.h as a program without the tape writes it: every tensor placed, every
- * operator called, and every backward in reverse, by hand.  The tape must have its bits, its memory and its calls.
+/* handwritten_gpt.h - the GPT-2 of examples/gpt.h, written by hand without the tape.  Every tensor is placed and every
+ * operator is called by hand, and every backward in reverse order.  The tape must have the same bits, memory and calls.
  * Include examples/gpt.h first. */
 #ifndef TESTS_HANDWRITTEN_GPT_H
 #define TESTS_HANDWRITTEN_GPT_H

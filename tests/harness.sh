@@ -1,6 +1,6 @@
 #!/bin/sh
-# harness.sh - the test harness is red when it must be: programs whose exit status and closing line disagree, that ran nothing
-# or did not run, and scripts without a temporary folder.
+# harness.sh - checks that the test harness reports a failure whenever it must.  It runs programs whose exit status and
+# closing line disagree, programs that ran no tests or did not start, and scripts without a temporary folder.
 . tests/lib.sh
 gone=$work/gone
 

@@ -1,6 +1,7 @@
-/* host_macros.h - macros that programs have before they include amp.h, which none of them may break: attributes, keywords of
- * other compilers, helpers.  compile.sh includes it before the declarations and before the implementation.  What a program
- * defines as a function is one here that does not compile where amp.h would call it. */
+/* host_macros.h - macros that programs may define before they include amp.h, none of which may break it.  These are
+ * attributes, keywords of other compilers, and helpers.  compile.sh includes this file before the declarations and before
+ * the implementation.  Names that a program may define as a macro with arguments are defined here so that a call in amp.h
+ * would not compile. */
 #define unused __attribute__((unused))
 #define used __attribute__((used))
 #define packed __attribute__((packed))

@@ -1,5 +1,5 @@
-// host_pool.cpp - a host's own pool behind amp_desc.parallel: std::thread, and OpenMP where the compiler has it.  The same
-// bits as with amp.h's threads.
+// host_pool.cpp - tests a program's own thread pool behind amp_desc.parallel: std::thread, and OpenMP if the compiler has
+// it.  The bits must be the same as with the threads of amp.h.
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include <cstdio>

@@ -1,5 +1,6 @@
 #!/bin/sh
-# house.sh - the rules of the house: symbols, sizes, the order of sections, version texts, no stray words.
+# house.sh - checks the project's own rules: exported symbols, sizes, the order of sections, version texts, and unfinished
+# words.
 . tests/lib.sh
 cc=${CC:-gcc}
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/impl.c"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# index.sh - writes two tables into tests/README.md.  The table of sections is map.sh's.  The table of test files has what the
-# head of each says, and the seconds of the processor that it took in the last `make test` and `make test-ci`
-# (build/times*.txt; what did not run there keeps its number).  index.sh --check: says which files the table lacks, or has and
-# are no more.
+# index.sh - writes the table of sections and the table of test files into tests/README.md.  The table of sections comes
+# from map.sh.  The table of test files has the first sentence of each file's first comment, and the CPU seconds that the
+# file took in the last `make test` and `make test-ci` (build/times*.txt).  Files that did not run there keep their numbers.
+# `index.sh --check` prints the files that the table lacks, and those in the table that no longer exist.
 export LC_ALL=C
 readme=tests/README.md times="/dev/null $(ls build/times*.txt 2>/dev/null)"
 files() { ls tests/*.sh tests/*/*.sh tests/*/t_*.c tests/*/t_*.cpp tests/gpu/t_*.cu tests/hostile/crash/*.c tests/hostile/fuzz/run.sh tests/torch/differential/*.py; }

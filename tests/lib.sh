@@ -1,4 +1,4 @@
-# lib.sh - for shell tests: pass NAME, fail NAME TEXT, skip NAME REASON, and `closing` at the end.
+# lib.sh - has the functions of the shell tests: pass NAME, fail NAME TEXT, skip NAME REASON, and `closing` at the end.
 export LC_ALL=C             # awk's and sort's numbers have points, whatever the locale here
 passed=0 failed=0 skipped=0
 pass() { passed=$((passed + 1)); }

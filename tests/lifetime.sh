@@ -1,6 +1,7 @@
 #!/bin/sh
-# lifetime.sh - programs that leave by an exception or an early return between a context and its objects, in C and in C++,
-# under AddressSanitizer where there is one; and two files with an implementation each (AMP_STATIC) that share a parameter.
+# lifetime.sh - tests programs that leave a scope by an exception or an early return while a context and its objects exist.
+# The programs are in C and in C++, and run under AddressSanitizer where it is available.  Another test links two files that
+# each contain an implementation (AMP_STATIC) and share a parameter.
 . tests/lib.sh
 cc=${CC:-gcc} flags=
 cat > "$work/probe.c" <<'END'

@@ -1,7 +1,8 @@
 #!/bin/sh
-# map.sh [FOLDER] - cuts amp.h and amp_cuda.cu by their rulers into one file per section, for tools and editors that stop at a
-# megabyte, and writes FOLDER/map.md, the table of sections.  Without FOLDER: build/map.  map.sh --table prints the table that
-# tests/README.md has: of each section its lines, public functions, and the sections whose names it uses.
+# map.sh [FOLDER] - cuts amp.h and amp_cuda.cu into one file per section, and writes a table of the sections.  Some tools
+# and editors do not open files of more than a megabyte.  The sections begin at the title lines in the files.  The table is
+# FOLDER/map.md, and FOLDER is build/map by default.  `map.sh --table` prints the table in tests/README.md.  It has the
+# lines of each section, its public functions, and the sections whose names it uses.
 export LC_ALL=C
 
 # One file for each ruler, in the order of the lines.

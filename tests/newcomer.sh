@@ -1,11 +1,11 @@
 #!/bin/sh
-# newcomer.sh - the first hour of somebody who has read README.md and examples/README.md and nothing else: the commands
-# that stand there, in their order, in a copy of the project, with an empty HOME and a PATH of gcc, make and coreutils.
+# newcomer.sh - runs the commands of README.md and examples/README.md, in their order, as a new user would.  It uses a copy
+# of the project, an empty HOME, and a PATH that has only gcc, make and coreutils.
 #
-# README's program is built and run; then "A first hour" of examples/README.md, on data and weights made here: replace
-# sgemm, learn a CSV file, fine-tune on a TSV file, from weights too, and an operator of one's own, which is written as
-# it stands there into a copy of an example, and trains there, its gradient checked.  -O2 becomes OPT (-O1), which
-# compiles in two thirds of the time.
+# The program in README.md is built and run.  Then follows "A first hour" of examples/README.md, on data and weights made
+# here: replacing sgemm, learning from a CSV file, fine-tuning on a TSV file (also from weights), and a new operator.  The
+# operator's code is copied from that text into a copy of an example, is trained there, and its gradient is checked.  -O2 is
+# replaced by OPT (-O1), which compiles in two thirds of the time.
 . tests/lib.sh
 opt=${OPT:--O1}
 home=$work/home tools=$work/tools clone=$work/clone

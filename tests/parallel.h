@@ -1,5 +1,5 @@
-/* parallel.h - a thread pool of a host's own, for amp_desc.parallel and for devices that tests open themselves: a thread
- * for each number, started and joined in every call. */
+/* parallel.h - a program's own thread pool, for amp_desc.parallel and for devices that tests open themselves.  It starts
+ * one thread for each number in every call, and joins it. */
 #ifndef AMPT_PARALLEL_H
 #define AMPT_PARALLEL_H
 

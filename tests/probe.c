@@ -1,4 +1,5 @@
-/* probe.c - the operator that probe.txt adds to amp.h goes through autocast, the log, overrides and recomputing by its rows. */
+/* probe.c - tests the operator that probe.txt adds to amp.h: autocast, the log, overrides and recomputing must work with
+ * it.  The rows that probe.txt adds to the tables are enough for this. */
 #define AMP_IMPLEMENTATION
 #include "amp.h"
 #include "test.h"

@@ -1,6 +1,6 @@
-/* recording_backend.h - a third backend, for tests: it counts every call and hands it to the CPU kernels.  Its
- * memory is not host-visible, and its products fuse, as far as amp.h knows, so the paths for real devices are taken.
- * A kernel can be made to fail: recording.fail_at = n makes the n-th call from now return AMP_ERR_DEVICE. */
+/* recording_backend.h - a third backend, for tests: it counts every call and passes it to the CPU kernels.  It reports that
+ * its memory is not visible to the CPU, and that its products fuse.  Therefore amp.h takes the paths for real devices.  A
+ * kernel can be made to fail: recording.fail_at = n makes the n-th call from now return AMP_ERR_DEVICE. */
 #ifndef AMPT_RECORDING_BACKEND_H
 #define AMPT_RECORDING_BACKEND_H
 

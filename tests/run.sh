@@ -1,11 +1,13 @@
 #!/bin/sh
-# run.sh - runs test programs (*.sh by sh) side by side, one a core, and adds up what they say.  run.sh PROGRAM...
-# [--waiting PROGRAM...] [--alone PROGRAM...].  Those after --waiting mostly wait: they run one at a time beside the others.
-# Those after --alone run one at a time when all others are done; JOBS: so many at a time, and with 1 nothing beside.  Shows
-# what each printed, in one piece, then the five that took longest, and closes with the sum of their "N passed, N failed, N
-# skipped" lines.  One failure more for each program that ends without such a line, whose line counts nothing, or whose exit
-# status says otherwise than its line; for each program that did not run; and if there is none to run.  With TIMES=FILE the
-# seconds of each, by the clock and of the processor, are left there.
+# run.sh - runs test programs side by side, one per core, and adds up their results.
+#     run.sh PROGRAM... [--waiting PROGRAM...] [--alone PROGRAM...]
+# Programs whose names end in .sh are run by sh.  Programs after --waiting spend most of their time waiting: they run one at
+# a time beside the others.  Programs after --alone run one at a time when all others have ended.  JOBS sets how many run at
+# a time.  With JOBS=1, no two programs run at the same time.  The script shows the whole output of each program, then the
+# five that took longest, and closes with the sum of their "N passed, N failed, N skipped" lines.  One failure is added for
+# each program that did not run, that ended without such a line, whose line counts no tests, or whose exit status
+# contradicts its line.  One is also added if there is no program to run.  With TIMES=FILE, the wall-clock and CPU seconds
+# of each program are written to FILE.
 passed=0 failed=0 skipped=0 told=0
 # lost TEXT: nothing can run.
 lost() { echo "FAIL run.sh: $1"; echo "0 passed, 1 failed, 0 skipped"; exit 1; }

@@ -1,8 +1,8 @@
 #!/bin/sh
-# sanitize.sh - the unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, and those with threads
-# under ThreadSanitizer; as many at once as there are cores.
-# INSIDE names the tests of unit/inside.c, which is compiled once for each of the two and brings amp.h to the others;
-# INSIDE_ALONE those that bring amp.h themselves.
+# sanitize.sh - runs the unit tests under AddressSanitizer and UndefinedBehaviorSanitizer, and those with threads under
+# ThreadSanitizer.  As many run at once as there are cores.  INSIDE names the tests of unit/inside.c.  That file is compiled
+# once for each of the two and provides amp.h to the other tests.  INSIDE_ALONE names the tests that contain amp.h
+# themselves.
 . tests/lib.sh
 rest=
 

@@ -1,12 +1,13 @@
-/* test.h - the test harness: TEST(name) { CHECK(condition); }, SKIP("reason"), one closing line.
+/* test.h - the test harness: TEST(name) { CHECK(condition); }, SKIP("reason"), and one closing line.
  *
  *     #include "test.h"
  *     TEST(adds) { CHECK(1 + 1 == 2); CHECK_EQ(1 + 1, 2); }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(adds); return TEST_END(); }
  *
- * `program --filter TEXT` runs the tests whose name holds TEXT, `--list` lists them; `--stop` ends at the first check that
- * fails; `--times` tells the seconds of the processor of each.  With AMPT_FIGURES=FILE the measured errors are added to FILE
- * as JSON lines.  AMPT_LEAVE_OUT=ci or long leaves out what is run by RUN_CI, or by RUN_LONG as well; sanitizers, RUN_PLAIN. */
+ * `program --filter TEXT` runs the tests whose name contains TEXT.  `--list` lists them.  `--stop` ends at the first check
+ * that fails.  `--times` prints the CPU seconds of each test.  With AMPT_FIGURES=FILE, the measured errors are added to
+ * FILE as JSON lines.  AMPT_LEAVE_OUT=ci leaves out the tests of RUN_CI, and AMPT_LEAVE_OUT=long those of RUN_LONG as well.
+ * Under sanitizers, the tests of RUN_PLAIN are left out. */
 #ifndef AMPT_TEST_H
 #define AMPT_TEST_H
 
@@ -18,14 +19,14 @@
 static struct {
     int passed, failed, skipped, failures, list, stop, times, leave_out, left_out;
     const char *filter, *name, *reason;
-    void (*around)(void (*test)(void));     /* runs each test, where not NULL */
+    void (*around)(void (*test)(void));     /* if not NULL, runs each test */
 } ampt;
 
 #define TEST(name) static void test_##name(void)
 #define RUN(name) ampt_run(#name, test_##name)
-#define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* but not in `make quick` */
+#define RUN_LONG(name) ampt_run_unless(ampt.leave_out > 1, #name, test_##name)      /* not in `make quick` */
 #define RUN_CI(name) ampt_run_unless(ampt.leave_out > 0, #name, test_##name)        /* in neither `make quick` nor `make test` */
-#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* counts, or measures errors: sanitizers change none */
+#define RUN_PLAIN(name) ampt_run_unless(AMPT_SANITIZED, #name, test_##name)         /* not under sanitizers */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #  define AMPT_SANITIZED 1
 #elif defined(__has_feature)
@@ -40,7 +41,7 @@ static struct {
 
 /* Reports the first failures of a test and goes on. */
 #define CHECK(condition) ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__)
-/* CHECK that also says what is wrong: CHECK_MSG(x == 3, "x = %d", x). */
+/* A CHECK that also prints what is wrong: CHECK_MSG(x == 3, "x = %d", x). */
 #define CHECK_MSG(condition, ...) \
     do { if (!ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__) && ampt.failures <= 10) { printf("      "); printf(__VA_ARGS__); printf("\n"); } } while (0)
 #define CHECK_EQ(a, b) \
@@ -60,7 +61,7 @@ static __attribute__((unused)) int ampt_check(int ok, const char *what, const ch
     return 0;
 }
 
-/* Whether the line is new to `seen`; there is room for 1024. */
+/* 1 if the line is not yet in `seen`, which has room for 1024 lines. */
 static __attribute__((unused)) int ampt_new(const char *line) {
     static char seen[1024][52];
     static int n;
@@ -69,8 +70,8 @@ static __attribute__((unused)) int ampt_new(const char *line) {
     snprintf(seen[n++], sizeof seen[0], "%s", line);
     return 1;
 }
-/* Adds "NAME RESULT" to AMPT_ERRORS, once for each: what was provoked, by any thread.  tests/errors.sh holds it against
- * amp.h's promises. */
+/* Adds "NAME RESULT" to the file AMPT_ERRORS, once for each error that any thread provoked.  tests/errors.sh compares the
+ * file with the errors that amp.h documents. */
 static __attribute__((unused)) void ampt_provoked(const char *name, int result) {
     static volatile int lock;
     const char *path = getenv("AMPT_ERRORS");
@@ -103,7 +104,7 @@ static __attribute__((unused)) void ampt_named(const char *call, int result, con
     else ampt_provoked_text(text);
 }
 
-/* A measured error and what it may be at most, for whoever collects them. */
+/* Writes a measured error and its bound to the file of AMPT_FIGURES. */
 static __attribute__((unused)) void ampt_figure(const char *name, double value, double bound) {
     const char *path = getenv("AMPT_FIGURES");
     FILE *file = path ? fopen(path, "a") : NULL;
@@ -161,7 +162,7 @@ static __attribute__((unused)) int ampt_end(void) {
 
 #endif
 
-/* A file that defines AMPT_TRAPS runs as in a host that lets invalid operations, divisions by zero and overflows trap. */
+/* A file that defines AMPT_TRAPS runs with traps for invalid operations, divisions by zero and overflows. */
 #undef TEST_BEGIN
 #if defined(AMPT_TRAPS)
 #  undef AMPT_TRAPS

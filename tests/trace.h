@@ -1,5 +1,6 @@
-/* trace.h - what tests share that follow a trace of tests/torch/oracle/scaler.py or fuzz_logic.py: the generator and the
- * checksum of the oracle, bits of numbers, and the operators of tests/torch/golden/autocast.txt.  Needs amp.h and test.h. */
+/* trace.h - what the tests share that replay a trace of tests/torch/oracle/scaler.py or fuzz_logic.py.  It has the
+ * generator and the checksum of the oracle, functions for the bits of numbers, and the operators of
+ * tests/torch/golden/autocast.txt.  Needs amp.h and test.h. */
 #ifndef AMPT_TRACE_H
 #define AMPT_TRACE_H
 
@@ -21,7 +22,7 @@ static __attribute__((unused)) uint32_t bits(float x) { uint32_t b; memcpy(&b, &
 static __attribute__((unused)) float of_bits(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 static __attribute__((unused)) int is_nan_bits(uint32_t b) { return (b & 0x7fffffff) > 0x7f800000; }
 
-/* ---- The operators of autocast.txt: amp.h's, and a host's own of each policy */
+/* ---- The operators of autocast.txt: those of amp.h, and one registered by the program for each policy */
 
 static const char *const user_ops[5] = {"user_lower", "user_fp32", "user_promote", "user_fallthrough", "user_banned"};
 static const amp_cast_policy user_policies[5] = {AMP_CAST_LOWER, AMP_CAST_FP32, AMP_CAST_PROMOTE, AMP_CAST_FALLTHROUGH,

@@ -1,7 +1,7 @@
-/* bench.h - what the benchmarks share: flags, order statistics, a counting allocator, JSON lines.
+/* bench.h - what the benchmarks share: flags, order statistics, a counting allocator, and JSON lines.
  *
- * A benchmark defines AMP_IMPLEMENTATION and includes this file.  It prints one JSON object a line on the standard
- * output, each with an "event", and anything meant for people on the standard error. */
+ * A benchmark defines AMP_IMPLEMENTATION and includes this file.  It prints one JSON object per line on the standard
+ * output, each with an "event".  Text for people goes to the standard error. */
 #ifndef BENCH_BENCH_H
 #define BENCH_BENCH_H
 
@@ -88,7 +88,7 @@ static inline double bench_median(double *values, int64_t n) { return bench_quan
 
 /* ---- Time */
 
-/* CPU time of this thread, in seconds: what waiting does not add to. */
+/* CPU time of this thread, in seconds, which does not include waiting. */
 static inline double bench_thread_seconds(void) {
     struct timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);

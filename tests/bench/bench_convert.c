@@ -1,11 +1,11 @@
-/* bench_convert.c - amp_convert from and to fp64 beside memcpy of the larger side.
+/* bench_convert.c - compares the time of amp_convert from and to fp64 with that of memcpy of the larger side.
  *
  *     cc -std=c99 -D_GNU_SOURCE -O2 -o bench_convert tests/bench/bench_convert.c -lm -lpthread
  *     ./bench_convert [--rounds N] [--us N] [--only fp16]
  *
- * Every dtype that numbers are stored in, both ways, on one thread, in three sizes: in the first cache, in the second, and in
- * memory.  In each round amp_convert and then memcpy call for some microseconds, at least once; a time is the median over the
- * rounds, a ratio the median of the rounds' ratios. */
+ * It measures every dtype that stores numbers, in both directions, on one thread, in three sizes: in the first cache, in
+ * the second cache, and in memory.  Each round calls amp_convert and then memcpy for some microseconds, at least once.  A
+ * time is the median over the rounds, and a ratio is the median of the rounds' ratios. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 

@@ -1,5 +1,6 @@
-/* bench_curves.c - how costs grow: attention's memory over the length, resuming over the position, a step's host cost
- * over the number of tensors, a step's time over the threads.
+/* bench_curves.c - measures how costs grow with the size of the problem.  The curves are attention's memory over the
+ * length, resuming over the position, the CPU cost of a step over the number of tensors, and the time of a step over the
+ * threads.
  *
  *     cc -O2 tests/bench/bench_curves.c -o bench_curves -lm -lpthread
  *     ./bench_curves [--curve attention|resume|tensors|threads] */

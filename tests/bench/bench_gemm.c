@@ -1,11 +1,11 @@
-/* bench_gemm.c - matrix products against the peak of the same instruction, measured in the same run.
+/* bench_gemm.c - compares the rate of matrix products with the peak of the same instruction, measured in the same run.
  *
  *     cc -std=c99 -D_GNU_SOURCE -O2 -o bench_gemm tests/bench/bench_gemm.c -lm -lpthread
  *     ./bench_gemm [--threads N] [--rounds N] [--json FILE]
  *
- * Each round times the peak loops and every case in turn; a case's figure is the median over the rounds of its rate,
- * and its ratio is taken to the median peak (examples/peak.h) of the instruction it uses.  The FMA peak is checked
- * against the clock: no core does more than two FMAs a cycle, and a loop whose sums spill stays far below one. */
+ * Each round times the peak loops and every case in turn.  The figure of a case is the median over the rounds of its rate.
+ * Its ratio is taken to the median peak (examples/peak.h) of the instruction that it uses.  The FMA peak is checked against
+ * the clock: no core does more than two FMAs per cycle, and a loop whose sums spill stays far below one. */
 #define AMP_IMPLEMENTATION
 #include "../../amp.h"
 #include "../../examples/peak.h"

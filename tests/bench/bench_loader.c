@@ -1,10 +1,10 @@
-/* bench_loader.c - what reading costs: next() with a batch ready, tokens per second and worker, closing, allocations,
+/* bench_loader.c - measures the loader: next() with a batch ready, tokens per second per worker, closing, allocations, and
  * resuming.
  *
  *     cc -O2 tests/bench/bench_loader.c -o bench_loader -lm -lpthread
  *     ./bench_loader --tokens 33554432 --seconds 2
  *
- * Works on a file of random 16-bit tokens that it makes in the temporary folder and removes; the file is in the page
+ * It reads a file of random 16-bit tokens, which it makes in the temporary folder and removes.  The file is in the page
  * cache, so the loader is measured and not the disk. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"

@@ -1,11 +1,12 @@
-/* bench_masks.c - what the mask cache saves: softmax over scores with a mask tensor from the cache, with the mask made
- * anew each time, and attention that reads the mask from its description.
+/* bench_masks.c - measures how much time the mask cache saves.  It compares softmax over scores with a mask tensor from the
+ * cache, with the mask made again each time, and attention that reads the mask from its description.
  *
  *     cc -O2 tests/bench/bench_masks.c -o bench_masks -lm -lpthread
  *     ./bench_masks --longest 2048 --rounds 20
  *
- * One line per kind of mask and length: microseconds of getting the mask (cached and cleared), of the softmax
- * with it, of the softmax and the attention with the description alone, and the bytes that the mask takes. */
+ * It prints one line per kind of mask and length.  The line has the microseconds of getting the mask (cached and cleared),
+ * of the softmax with it, and of the softmax and the attention with the description alone.  It also has the bytes that the
+ * mask takes. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 

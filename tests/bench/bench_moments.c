@@ -1,10 +1,10 @@
-/* bench_moments.c - an AdamW step with its moments in fp32, bf16 and 8 bits: time, and bytes per parameter.
+/* bench_moments.c - compares AdamW steps with moments in fp32, bf16 and 8 bits: time, and bytes per parameter.
  *
  *     cc -O2 tests/bench/bench_moments.c -o bench_moments -lm -lpthread
  *     ./bench_moments [--n 4194304] [--repeats 15] [--threads 1]
  *
- * One fp32 parameter each; the three take turns, so that a busy machine slows all alike.  moments.py sets bitsandbytes beside
- * it. */
+ * Each has one fp32 parameter.  The three take turns, so that a busy machine slows all of them alike.  moments.py compares
+ * the results with bitsandbytes. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 

@@ -1,13 +1,13 @@
-/* bench_shapes.c - small and thin products as hosts call them: amp_gemm in fp32 and bf16 beside OpenBLAS.
+/* bench_shapes.c - compares amp_gemm with OpenBLAS on the small and thin products that programs call, in fp32 and bf16.
  *
  *     cc -std=c99 -D_GNU_SOURCE -O2 -o bench_shapes tests/bench/bench_shapes.c -lm -lpthread -ldl
  *     ./bench_shapes [--threads N] [--rounds N] [--us N] [--only 1x10x784] [--form NN]
  *
- * Each shape runs as NN, NT and TN, and as amp_linear with a registered weight, in fp32, in bf16 from fp32, and in bf16 from
- * bf16.  In each round every contestant calls for some microseconds on the same operands, after some calls that do not count;
- * which one begins moves on from round to round.  A time is the median over the rounds, a ratio the median of the rounds'
- * ratios.  OpenBLAS is loaded while this runs (libopenblas.so.0) and has the same number of threads; its threads wait for the
- * next call no longer than this pauses before the next contestant. */
+ * Each shape runs as NN, NT and TN, and as amp_linear with a registered weight, in fp32, in bf16 from fp32, and in bf16
+ * from bf16.  In each round, every contestant is called for some microseconds on the same operands, after some calls that
+ * do not count.  The first contestant changes from round to round.  A time is the median over the rounds, and a ratio is
+ * the median of the rounds' ratios.  OpenBLAS is loaded at run time (libopenblas.so.0) and has the same number of threads.
+ * Its threads spin for some time after a call, and the pause before the next contestant is at least as long. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 #include <dlfcn.h>

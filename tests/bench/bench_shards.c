@@ -1,10 +1,12 @@
-/* bench_shards.c - what an optimizer's states take on one of four ranks, whole and sharded, as the system counts it.
+/* bench_shards.c - measures the memory of an optimizer's states on one of four ranks, whole and sharded, as the system
+ * counts it.
  *
  *     make build/bench_shards && build/bench_shards > tests/bench/results/shards-CPU-DATE.json
  *
- * Four processes over TCP train 40 million fp32 parameters for three steps, with AdamW and, for what is not states, with SGD
- * without momentum; both whole and with .shard = AMP_SHARD_STATES.  Resident bytes of rank 0 after the last step.  And
- * SGD with buckets of 4 MiB, sharded states and gradients: the most that was resident during the last step. */
+ * Four processes over TCP train 40 million fp32 parameters for three steps with AdamW.  They also train with SGD without
+ * momentum, which shows the memory that is not states.  Both run with whole states and with .shard = AMP_SHARD_STATES.  The
+ * figure is the resident bytes of rank 0 after the last step.  SGD also runs with buckets of 4 MiB and sharded states and
+ * gradients.  There, the figure is the most that was resident during the last step. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 #include "../../examples/amp_tcp.h"

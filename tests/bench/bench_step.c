@@ -1,11 +1,11 @@
-/* bench_step.c - a whole training step of GPT-2: forward, loss, backward, AdamW without clipping.
+/* bench_step.c - times a whole training step of GPT-2: forward, loss, backward, and AdamW without clipping.
  *
  *     cc -O2 tests/bench/bench_step.c -o bench_step -lm -lpthread
  *     ./bench_step --model 124m --batch 4 --seq 64 --precision bf16 --threads 2 --steps 10 --warmup 2 --recompute 0
  *
- * Weights and tokens are random.  As in nanoGPT and llm.c the vocabulary of the 124M model is padded from 50257 to
- * 50304, so that every program of the comparison multiplies the same matrices.  The line it prints has the medians of
- * the step and of its three parts. */
+ * Weights and tokens are random.  As in nanoGPT and llm.c, the vocabulary of the 124M model is padded from 50257 to 50304,
+ * so that every program of the comparison multiplies the same matrices.  The printed line has the medians of the step and
+ * of its three parts. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 #include "../../examples/peak.h"

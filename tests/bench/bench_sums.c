@@ -1,17 +1,18 @@
-/* bench_sums.c - error and time of long sums: of columns, of gradients over rows, along rows, and of products over k.
+/* bench_sums.c - measures error and time of long sums: of columns, of gradients over rows, along rows, and of products over
+ * k.
  *
  *     cc -std=c99 -D_GNU_SOURCE -O2 -fopenmp -o bench_sums tests/bench/bench_sums.c -lm -lpthread
  *     ./bench_sums [--case NAME] [--threads N] [--path N] [--repeats N]
  *
- * Beside another amp.h, in one process and on the same buffers, a few calls of each in turn (A B B A); what a backward reads of
- * its forward is this one's:
+ * It can be compared with another amp.h in one process and on the same buffers.  A few calls of each run in turn (A B B A).
+ * What a backward reads from its forward is computed by this amp.h:
  *
  *     cc ... -DSUMS_BESIDE -c -o beside.o OTHER/tests/bench/bench_sums.c     # this file, in the tree of the other amp.h
  *     cc ... -DSUMS_PAIR -o bench_sums tests/bench/bench_sums.c beside.o -lm -lpthread
  *
- * The error is |result - exact| / |exact| over all results, in units of 2^-24; exact is the sum in fp64 of the same fp32
- * numbers, uniform in [-1, 1).  The time is the least of the repeated calls.  tests/bench/sums.py runs this program beside
- * the same with another amp.h, and beside PyTorch on the same numbers. */
+ * The error is |result - exact| / |exact| over all results, in units of 2^-24.  exact is the sum in fp64 of the same fp32
+ * numbers, which are uniform in [-1, 1).  The time is the least of the repeated calls.  tests/bench/sums.py compares this
+ * program with the same program with another amp.h, and with PyTorch on the same numbers. */
 #define AMP_IMPLEMENTATION
 #if defined(SUMS_BESIDE)
 #  define AMP_STATIC

@@ -1,12 +1,13 @@
-/* bench_tape.c - host time of a node: steps of a tape beside the same calls by hand, for tapes of many lengths.
+/* bench_tape.c - measures the CPU time that the tape adds per node, for tapes of many lengths.
  *
  *     cc -O2 tests/bench/bench_tape.c -o bench_tape -lm -lpthread
  *     ./bench_tape [--rounds 60]
  *
- * A chain of linear layers, norms, activations and multiples of one row, so that nearly all is host time.  By hand the
- * op structs stand in an array, are filled before each call and read again in backward, as a tape's are; each buffer is
- * amp_alloc's, two gradients take turns.  All lengths and both ways take turns.  Times are the thread's own (CLOCK_THREAD_CPUTIME_ID),
- * so that other programs do not count; medians, in nanoseconds a node. */
+ * Steps of a tape are compared with the same calls written by hand.  The tape is a chain of linear layers, norms,
+ * activations and multiples of one row, so that the arithmetic takes little of the time.  By hand, the op structs are in an
+ * array, are filled before each call and read again in backward, as those of a tape are.  Each buffer is allocated by
+ * amp_alloc, and two gradient buffers take turns.  All lengths and both ways take turns.  Times are the CPU time of the
+ * thread (CLOCK_THREAD_CPUTIME_ID), so that other programs do not count.  They are medians, in nanoseconds per node. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 

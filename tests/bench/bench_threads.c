@@ -1,11 +1,11 @@
-/* bench_threads.c - one workload for a while, on a number of threads: its calls per second and the CPU time they took.
+/* bench_threads.c - runs one workload for some time on a number of threads, and measures calls per second and CPU time.
  *
  *     cc -O2 tests/bench/bench_threads.c -o bench_threads -lm -lpthread
  *     ./bench_threads --work product --size 112 --threads 2 --run 300
  *     ./bench_threads --work spin --on 20 --off 20       a neighbour: uses one core, here every other 20 ms
  *
- * tests/bench/threads.py runs it beside the same program compiled, with -fopenmp, against an amp.h that used OpenMP: of
- * the library it calls only what both have. */
+ * tests/bench/threads.py compares it with the same program compiled, with -fopenmp, against an amp.h that used OpenMP.
+ * Therefore it calls only functions that both have. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
 

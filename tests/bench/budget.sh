@@ -1,7 +1,8 @@
 #!/bin/sh
-# budget.sh [PEER MACRO] - what amp.h costs its users, beside the baseline in tests/records/budget.json: lines, bytes of the
-# object, public functions and structs, instructions of a training step, and with a PEER, another single header whose
-# implementation MACRO asks for, the CPU seconds of compiling in ratio to it.  Prints one JSON object per figure.
+# budget.sh [PEER MACRO] - measures what amp.h costs its users and compares it with the baseline in
+# tests/records/budget.json.  The costs are lines, bytes of the object file, public functions and structs, and the
+# instructions of a training step.  PEER is another single header whose implementation is enabled by MACRO.  If it is given,
+# the CPU seconds of compiling amp.h are measured too, as a ratio to those of PEER.  Prints one JSON object per figure.
 # `make test` and `.ci/run` print their own seconds.
 set -u
 cc=${CC:-gcc}

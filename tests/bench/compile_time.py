@@ -1,10 +1,10 @@
-"""What compiling amp.h takes: CPU seconds, the compiler's passes, and the machine code of each section.
+"""Measures what compiling amp.h costs: CPU seconds, the compiler's passes, and the machine code of each section.
 
     python3 tests/bench/compile_time.py [--rounds 3] [--peer HEADER --macro NAME_IMPLEMENTATION]
 
-Compiles the implementation whole and without its parts (AMP_NO_CARE and the others), and a peer's single header, in turn;
-reads gcc's -ftime-report; and gives the bytes of machine code by section and instruction set, for the passes' time goes with
-them.  Writes tests/bench/results/compile-CPU-DATE.json.
+It compiles in turn the whole implementation, the implementation without its parts (AMP_NO_CARE and the others), and a
+peer's single header.  It reads gcc's -ftime-report.  It also gives the bytes of machine code by section and instruction
+set, because the time of the passes grows with them.  Writes tests/bench/results/compile-CPU-DATE.json.
 """
 import argparse
 import bisect

@@ -1,8 +1,8 @@
-"""The bars of amp_convert from and to fp64: its time over that of memcpy of the larger side, in caches and in memory.
+"""Rates amp_convert from and to fp64: its time over that of memcpy of the larger side, in caches and in memory.
 
     python3 tests/bench/convert.py [--rounds 31] [--us 200] [--wait 0]
 
-`make bench-convert` calls it.  Runs bench_convert, whose head says what it measures, and writes
+`make bench-convert` calls it.  It runs bench_convert, whose head says what it measures, and writes
 tests/bench/results/convert-CPU-DATE.json.
 """
 import argparse

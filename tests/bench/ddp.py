@@ -1,11 +1,12 @@
-"""A data-parallel training step on two processes of one thread each: train_gpt over TCP and over MPI beside PyTorch's
-DistributedDataParallel (peer_ddp.py), and beside one process of train_gpt with two threads and the same global batch.
+"""Times a data-parallel training step on two processes of one thread each, and compares it with PyTorch.
 
     python tests/bench/ddp.py [--models 11m/256,124m/64,124m/256] [--rounds 3] [--steps 5]
 
-`make bench-ddp` calls it, with a Python that has PyTorch; over MPI where there is build/train_gpt_mpi.  fp32; a step's time is
-rank 0's on the wall, the median over the steps after the warm-up.  The programs take turns, in each round another one
-first; ratios are medians over rounds.  Writes tests/bench/results/ddp-CPU-DATE.json.
+It compares train_gpt over TCP and over MPI with PyTorch's DistributedDataParallel (peer_ddp.py), and with one process of
+train_gpt with two threads and the same global batch.  `make bench-ddp` calls it, with a Python that has PyTorch.  MPI is
+measured if build/train_gpt_mpi exists.  All train in fp32.  The time of a step is rank 0's wall time, the median over the
+steps after the warm-up.  The programs take turns, and each round begins with another one.  Ratios are medians over rounds.
+Writes tests/bench/results/ddp-CPU-DATE.json.
 """
 import argparse
 import datetime

@@ -1,7 +1,8 @@
 #!/bin/sh
-# instructions.sh [COMMIT] - instructions of one training step of train_gpt, counted by callgrind, which sees the AVX2 path:
-# the difference between a run of 6 steps and one of 2, over 4.  With COMMIT beside that commit's, as a ratio.  The counts are
-# steady to a few in a million, on a busy machine as well.
+# instructions.sh [COMMIT] - counts the instructions of one training step of train_gpt with callgrind.  Callgrind runs the
+# AVX2 path.  The count is the difference between a run of 6 steps and a run of 2 steps, divided by 4.  With COMMIT, the
+# same is counted at that commit, and the ratio is printed.  The counts repeat to within a few in a million, even on a busy
+# machine.
 set -u
 cc=${CC:-gcc} here=$(pwd)
 command -v valgrind >/dev/null 2>&1 || { echo "instructions.sh needs valgrind" >&2; exit 1; }

@@ -1,9 +1,11 @@
-"""loose.py - loose coupling beside synchronous training: the same two ranks, batches and steps; losses and bytes on the wire.
+"""loose.py - compares loose coupling with synchronous training on two ranks: losses, and bytes on the wire.
 
     python3 tests/bench/loose.py FOLDER OUT.json [steps]
 
-Trains examples/train_gpt.c (842k parameters) with MPI, one thread a rank, on one text, once synchronously and then with
---sync-every 50 and several outer steps; a run whose log lies in FOLDER already is read, not repeated."""
+Both have the same batches and steps.  It trains examples/train_gpt.c (842k parameters) with MPI, one thread per rank, on
+one text, once synchronously and then with --sync-every 50 and several outer steps.  A run whose log is already in FOLDER is
+read and not repeated.
+"""
 import json, os, re, subprocess, sys, time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -1,11 +1,11 @@
-"""AdamW with its moments in 8 bits: a step's time and memory beside fp32 and bf16 moments and bitsandbytes' 8-bit AdamW on
-the CPU, and the loss of the 842k model beside five fp32 seeds.
+"""Compares AdamW with moments in 8 bits with fp32 and bf16 moments, and with bitsandbytes' 8-bit AdamW on the CPU.
 
     python tests/bench/moments.py [--rounds 5] [--steps 1200] [--batch 2] [--seeds 5] [--eight 5] [--threads 1]
 
-Needs build/bench_moments and build/train_gpt (make bench-moments).  The programs take turns, so that a busy machine slows all
-alike; the figures are medians over the rounds.  Losses are those of the validation at the end; a run that lies in
-out/training is not repeated; --seeds 0: no losses.  Writes tests/bench/results/moments-CPU-DATE.json.
+It measures the time and memory of a step, and compares the loss of the 842k model with five fp32 seeds.  It needs
+build/bench_moments and build/train_gpt (make bench-moments).  The programs take turns, so that a busy machine slows all
+alike, and the figures are medians over the rounds.  Losses are those of the validation at the end.  A run that is in
+out/training is not repeated.  With --seeds 0, no losses are measured.  Writes tests/bench/results/moments-CPU-DATE.json.
 """
 import argparse
 import json

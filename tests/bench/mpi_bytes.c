@@ -1,5 +1,5 @@
-/* mpi_bytes.c - bytes that each rank of an MPI program gives to collectives: linked with it (the profiling interface of
- * MPI), it prints them as the program ends.
+/* mpi_bytes.c - prints, when an MPI program ends, how many bytes each rank gave to collectives.  It is linked with the
+ * program and uses the profiling interface of MPI.
  *
  *     mpicc -DUSE_MPI -O2 examples/train_gpt.c tests/bench/mpi_bytes.c -o train_gpt_mpi -lm -lpthread */
 #include <mpi.h>

@@ -1,10 +1,10 @@
-"""The training step of peer_torch.py on several processes, by PyTorch's DistributedDataParallel with gloo.
+"""Runs the training step of peer_torch.py on several processes, with PyTorch's DistributedDataParallel and gloo.
 
     python tests/bench/peer_ddp.py --model 11m --batch 4 --seq 256 --steps 6 --warmup 2
 
-fp32, eager, fused AdamW, no dropout; buckets of 25 MB that gradients lie in; --batch sequences on each rank; as many
-positions as --seq, as train_gpt has.  Each rank reads its loss in each step.  Prints rank 0's seconds of each step after
-the warm-up.  ddp.py calls it.
+It trains in fp32, eager, with fused AdamW and without dropout.  Gradients are views of buckets of 25 MB.  Each rank has
+--batch sequences, and the model has --seq positions, as in train_gpt.  Each rank reads its loss in each step.  Prints rank
+0's seconds of each step after the warm-up.  ddp.py calls it.
 """
 import argparse
 import os

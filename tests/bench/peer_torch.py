@@ -1,11 +1,12 @@
-"""The same training step and the same loading in PyTorch, for bench_step.c, bench_gemm.c and bench_loader.c to be compared with.
+"""Runs the same training step, product and loading in PyTorch as bench_step.c, bench_gemm.c and bench_loader.c.
 
     python tests/bench/peer_torch.py step --model 124m --batch 4 --seq 64 --precision bf16 --compile --threads 2
     python tests/bench/peer_torch.py gemm --threads 2
     python tests/bench/peer_torch.py loader --workers 2
 
-The model is GPT-2 as nanoGPT writes it: fused causal attention, tied weights, vocabulary padded to 50304, no dropout;
-fused AdamW; bf16 and fp16 by torch.autocast.  Prints the JSON lines of the C programs.  run.py calls it.
+The model is GPT-2 as nanoGPT writes it: fused causal attention, tied weights, vocabulary padded to 50304, no dropout.  It
+trains with fused AdamW, and in bf16 and fp16 with torch.autocast.  Prints the JSON lines of the C programs.  run.py calls
+it.
 """
 import argparse
 import json

@@ -1,13 +1,14 @@
-"""What auto chooses, proven by outcome: the 11M model for 2,000 steps in every precision, with its validation loss and its
+"""Checks that the precision that auto chooses is right: it trains the 11M model in every precision and compares loss and
 time.
 
     python tests/bench/precision_curves.py [--seeds 3] [--threads 2] [--steps 2000] [--rounds 7] [--report]
 
-`make bench-choice` calls it.  fp32 trains with every seed, the other precisions with the first.  Then build/bench_step takes
-the time of a step in every precision in turn, as the long runs may have had other programs beside them.  The bars: the
-validation loss in the precision that auto chooses lies within the spread of fp32's seeds, and its step takes at most 1.03
-times that of the fastest precision whose loss does.  A run that lies in out/training is not repeated.  --report trains
-nothing and uses the runs there are.  Writes tests/bench/results/choice-CPU-DATE.json.
+`make bench-choice` calls it.  The model trains for 2,000 steps, in fp32 with every seed, and in the other precisions with
+the first seed.  Then build/bench_step times a step in every precision in turn, because other programs may have run beside
+the long runs.  There are two bars.  The validation loss in the precision that auto chooses must be within the spread of
+fp32's seeds.  The step in that precision may take at most 1.03 times as long as that of the fastest precision whose loss is
+within that spread.  A run that is in out/training is not repeated.  --report trains nothing and uses the runs that exist.
+Writes tests/bench/results/choice-CPU-DATE.json.
 """
 import argparse
 import json

@@ -1,20 +1,22 @@
-"""Runs the benchmarks and their peers, alternating, and writes medians, ratios and a verdict per bar as one JSON file.
+"""Runs the benchmarks and their peers in turn, and writes medians, ratios and a verdict per bar as one JSON file.
 
     python3 tests/bench/run.py [--only gemm,step,loader,masks,recompute] [--rounds 3] [--threads 2] [--wait 600]
     python3 tests/bench/run.py --only curves
     python3 tests/bench/run.py --only accuracy
 
-`make bench`, `make bench-curves` and `make accuracy` call it.  Peers come from the environment; one that is absent is skipped:
+`make bench`, `make bench-curves` and `make accuracy` call it.  Peers are named by environment variables.  A peer that is
+not set is skipped:
 
     PEER_TORCH        a Python with PyTorch: runs tests/bench/peer_torch.py
-    PEER_LLMC         llm.c's train_gpt2, or the folder it lies in: a 124M checkpoint and tokens must lie where it
-                      looks for them.  Built by you; the times of its steps are read from what it prints
+    PEER_LLMC         llm.c's train_gpt2, or its folder, which you have built.  A 124M checkpoint and tokens must be
+                      where it reads them.  The times of its steps are read from its output
     PEER_BLAS         the same, with its matrix products done by a BLAS
     PEER_LLMC_LOADER  a program that times llm.c's loader and prints {"event": "loader", "tokens_per_s": ...}
 
---before FOLDER compares steps and products with amp.h at another commit, whose bench_step and bench_gemm lie there.
+--before FOLDER compares steps and products with amp.h at another commit.  FOLDER has that commit's bench_step and
+bench_gemm.
 
-Needs no package beyond Python 3.8's own library.
+It needs no package beyond Python 3.8's own library.
 """
 import argparse
 import collections

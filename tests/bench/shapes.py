@@ -1,9 +1,9 @@
-"""The bars of small and thin products: fp32 beside OpenBLAS, bf16 beside fp32, and what a call costs; on one and two threads.
+"""Rates small and thin products on one and two threads: fp32 against OpenBLAS, bf16 against fp32, and the cost of a call.
 
     python3 tests/bench/shapes.py [--rounds 31] [--us 200] [--wait 0]
 
-`make bench-shapes` calls it.  Runs bench_shapes, whose head says what it measures, and writes
-tests/bench/results/shapes-CPU-DATE.json.  Without OpenBLAS its rows are skipped.
+`make bench-shapes` calls it.  It runs bench_shapes, whose head says what it measures, and writes
+tests/bench/results/shapes-CPU-DATE.json.  Without OpenBLAS, its rows are skipped.
 """
 import argparse
 import collections

@@ -1,9 +1,9 @@
-"""The time of train_gpt's step beside the same at another commit: alternating, medians of ratios.
+"""Compares the time of train_gpt's step with that at another commit, in alternating runs, as medians of ratios.
 
     python3 tests/bench/steps.py COMMIT [--rounds 7] [--models 11M,124M] [--precisions fp32,bf16]
 
-Builds both with -O2; a run's step is the CPU time, all threads together, of one with four steps less one with one, over three:
-CPU time, for neighbours then change less.  Writes tests/bench/results/steps-CPU-DATE.json.
+It builds both with -O2.  The step of a run is (the CPU time of a run of four steps - that of a run of one step) / 3, over
+all threads together.  CPU time is used because neighbours change it less.  Writes tests/bench/results/steps-CPU-DATE.json.
 """
 import argparse
 import collections

@@ -1,12 +1,12 @@
-"""Error and speed of the long sums and products in fp32, beside those of another commit and of PyTorch.
+"""Compares the error and speed of long sums and products in fp32 with those of another commit and of PyTorch.
 
     python tests/bench/sums.py --base COMMIT [--rounds 3] [--repeats 100] [--path N] [--core N]
 
-Builds one program of bench_sums.c with this amp.h and with that commit's.  It calls the two in turn, some 50 us of each, in
-one thread and on the same buffers, so that a busy machine slows both alike.  PyTorch runs on the same numbers between the
-rounds.  Errors are in units of 2^-24 relative to an fp64 result.  `speed` is the median of the ratios base / now of such
-neighbours, `speed_of_least` the ratio of the least times, each the median over the rounds; `seconds` are medians, `least`
-the least.  Writes tests/bench/results/sums-CPU-DATE.json.
+It builds one program of bench_sums.c with this amp.h and with that commit's.  The program calls the two in turn, some 50 us
+of each, in one thread and on the same buffers, so that a busy machine slows both alike.  PyTorch runs on the same numbers
+between the rounds.  Errors are in units of 2^-24 relative to an fp64 result.  `speed` is the median of the ratios base /
+now of such neighbours, and `speed_of_least` is the ratio of the least times.  Each is the median over the rounds.
+`seconds` are medians, and `least` are the least times.  Writes tests/bench/results/sums-CPU-DATE.json.
 """
 import argparse
 import datetime

@@ -1,17 +1,22 @@
-"""Writes what the documents say of speed and accuracy, verdicts included, from the newest result files, between markers
+"""Writes the documents' statements about speed and accuracy, with verdicts, from the newest result files.
+
+They are written between these markers:
 
     <!-- NAME:begin -->
     <!-- NAME:end -->
 
-steps: README.md, the training steps, the gain of adopting, two ranks; its picture examples/plot/bars.svg (chart.gp) is drawn too.
-bench and gpu: tests/bench/README.md, all bars and the accuracy.  adopt: examples/adopt/README.md.  state and example: README.md
-and examples/README.md, which GPU has run the CUDA backend, what its tests said, and what has changed since.  parts:
-tests/bench/README.md, what compiling amp.h takes, whole and in parts.
+  - steps: README.md, with the training steps, the gain of adopting, and two ranks.  Its picture examples/plot/bars.svg
+    (chart.gp) is drawn too.
+  - bench and gpu: tests/bench/README.md, with all bars and the accuracy.
+  - adopt: examples/adopt/README.md.
+  - state and example: README.md and examples/README.md, with the GPU that has run the CUDA backend, the results of its
+    tests, and what has changed since.
+  - parts: tests/bench/README.md, with the cost of compiling amp.h, whole and in parts.
 
     python3 tests/bench/table.py [--print] [--only steps,bench,gpu,adopt,state,example,parts] [results.json]
 
-`make readme` calls it.  Results of a machine on which something else was running are refused.  Where there are no results
-of a GPU, its table is left empty.
+`make readme` calls it.  Results of a machine on which another program was running are rejected.  If there are no results of
+a GPU, its table is left empty.
 """
 import argparse
 import glob

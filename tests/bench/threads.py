@@ -1,12 +1,12 @@
-"""The bars of the thread pool: its speed beside one thread's and beside the same program's built against an amp.h that
-used OpenMP; alone, beside programs that need the cores too, and with more threads than cores.
+"""Rates the thread pool: its speed against one thread's, and against an amp.h that used OpenMP.
 
     python3 tests/bench/threads.py [--peer COMMIT] [--runs 21] [--only alone,neighbours,threads] [--wait 0]
 
-`make bench-threads PEER=COMMIT` calls it.  COMMIT is one whose amp.h used OpenMP; without it those rows are skipped.  Every
-run is a process of its own, and the contestants of a row run in turn.  A ratio is the median over the runs of neighbours'
-times; cpu is the CPU time of a call, all threads together, and stands beside the wall time in what is printed and kept.
-Neighbours are loops that compute and nothing else, one core each; the one that comes and goes sleeps every other 20 ms.
+It is measured alone, beside programs that need the cores too, and with more threads than cores.  `make bench-threads
+PEER=COMMIT` calls it.  COMMIT is one whose amp.h used OpenMP, and the same program is built against it.  Without it, those
+rows are skipped.  Every run is a process of its own, and the contestants of a row run in turn.  A ratio is the median over
+the runs of neighbours' times.  cpu is the CPU time of a call over all threads together.  It is printed and saved beside the
+wall time.  Neighbours are loops that only compute, one per core.  One of them computes and sleeps for 20 ms in turn.
 Writes tests/bench/results/threads-CPU-DATE.json.
 """
 import argparse

@@ -1,4 +1,4 @@
-"""Runs of train_gpt that are kept and not repeated, for moments.py, fp8_curves.py and precision_curves.py."""
+"""Runs train_gpt for moments.py, fp8_curves.py and precision_curves.py, and keeps the runs so that they are not repeated."""
 import datetime
 import hashlib
 import json

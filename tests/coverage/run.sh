@@ -1,12 +1,14 @@
 #!/bin/sh
-# run.sh - which lines and branches of amp.h and of amp_cuda.cu the tests reach: every t_ program is built with gcov's
-# counters and without optimisation, run, and what they reach is added up; of amp_cuda.cu by the tests on the model GPU.
-# Fails below 95% of the lines or 85% of the branches of either, and where something is not reached without a reason in
-# unreached.txt or unreached_cuda.txt.  The lists go to build/coverage.txt and coverage_cuda.txt, the figures to .json files
-# of these names.  run.sh PROGRAM...: those programs alone, and the lists of what they reach, without a verdict.
+# run.sh - measures which lines and branches of amp.h and amp_cuda.cu the tests reach.  Every t_ program is built without
+# optimisation and with gcov's counters, and is run.  The counts of all programs are added up.  Those of amp_cuda.cu come
+# from the tests on the model GPU.  The script fails below 95% of the lines or 85% of the branches of either file.  It also
+# fails if code is not reached and unreached.txt or unreached_cuda.txt gives no reason for it.  The lists are written to
+# build/coverage.txt and build/coverage_cuda.txt, and the figures to .json files of the same names.  `run.sh PROGRAM...`
+# runs those programs alone and prints what they reach, without a verdict.
 #
-# INSIDE names the tests that bring amp.h themselves; the others share one compilation of it, and so do those on the model
-# GPU (MODEL: its objects), which run the host's side of it.  CC, CXX, OMP (the model's): as in the Makefile.
+# INSIDE names the tests that contain amp.h themselves.  The others share one compilation of it.  The tests on the model GPU
+# share another one (MODEL names its objects), and run the CPU side of amp_cuda.cu.  CC, CXX and OMP (for the model) are as
+# in the Makefile.
 . tests/lib.sh
 cc=${CC:-gcc} cxx=${CXX:-g++} gcov=${GCOV:-gcov}
 flags="-O0 --coverage -w -DAMPI_ALWAYS=inline"     # what is inlined many times is one function

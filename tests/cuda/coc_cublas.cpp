@@ -1,23 +1,24 @@
-/* coc_cublas.cpp - cuBLASLt over the model GPU: matrix products computed on the CPU in stream order, and the rules that
- * the library's documents state for its arguments.
+/* coc_cublas.cpp - a model of cuBLASLt: it computes matrix products on the CPU in stream order, and checks the documented
+ * rules.
  *
  * D = act(alpha op(A) op(B) + beta C + bias) in fp32, summed over k in an order that is fixed per algorithm, and rounded
- * once.  Whatever is documented to be refused is refused; what is documented nowhere (empty matrices, a C of NULL) too,
- * so that nobody leans on it.  What the model lacks (complex, integer, fp4, vectors of alpha) is NOT_SUPPORTED.
+ * once.  Calls that the documents forbid return an error.  So do calls that no document mentions (empty matrices, a C of
+ * NULL), so that no code relies on them.  Features that the model lacks (complex, integer, fp4, vectors of alpha) return
+ * NOT_SUPPORTED.
  *
- * With fp8 operands, D = sD act(alpha sA sB op(A) op(B) + beta sC C + bias), or with scales per block of k, each block's
- * sum times both of its scales.
+ * With fp8 operands, D = sD act(alpha sA sB op(A) op(B) + beta sC C + bias).  With scales per block of k, each block's sum
+ * is multiplied by both of its scales.
  *
  * Sources, as comments name them:
- *   [H]   the comments of cublasLt.h, cuBLAS 13.1
- *   [M]   cublasLtMatmul() in docs.nvidia.com/cuda/cublas: its text and its table of types
- *   [C]   cublasLtCreate(), cublasLtDestroy() there
- *   [N]   Narrow Precision Data Types Usage there: modes of scales, their GPUs, layouts and formulas
- *   [T]   Tensor Core Usage there: the alignment that fp8 needs
- *   [R]   what the real library 13.1 does without a GPU: sizes and defaults of attributes, NULL arguments
- *   [TE]  TransformerEngine's common/gemm/cublaslt_gemm.cu
- *   [MN]  marian-nmt's tensors/gpu/prod.cpp
- * tests/cuda/cublas_rules.h has a case for each, which `make gpu` confirms or strikes. */
+ *     [H]   the comments of cublasLt.h, cuBLAS 13.1
+ *     [M]   cublasLtMatmul() in docs.nvidia.com/cuda/cublas: its text and its table of types
+ *     [C]   cublasLtCreate(), cublasLtDestroy() there
+ *     [N]   Narrow Precision Data Types Usage there: modes of scales, their GPUs, layouts and formulas
+ *     [T]   Tensor Core Usage there: the alignment that fp8 needs
+ *     [R]   the behaviour of the real library 13.1 without a GPU: sizes and defaults of attributes, NULL arguments
+ *     [TE]  TransformerEngine's common/gemm/cublaslt_gemm.cu
+ *     [MN]  marian-nmt's tensors/gpu/prod.cpp
+ * tests/cuda/cublas_rules.h has a case for each, which `make gpu` confirms or disproves. */
 #include "amp.h"
 #include "cublas_v2.h"
 #include "cublasLt.h"

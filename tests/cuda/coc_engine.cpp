@@ -1,8 +1,8 @@
-/* coc_engine.cpp - runs the threads of a block as fibers on one OS thread, and the blocks over OpenMP's threads.
+/* coc_engine.cpp - runs the threads of a CUDA block as fibers on one OS thread, and the blocks over OpenMP's threads.
  *
- * A fiber has a stack of its own and switches by hand (x86-64: six registers and the stack pointer; elsewhere
- * ucontext).  A thread that returns without ever having waited leaves its stack to the next one, so a kernel without
- * barriers runs as a plain loop.  Fibers never change their OS thread. */
+ * A fiber has its own stack and is switched by hand (x86-64: six registers and the stack pointer; elsewhere ucontext).  A
+ * thread that returns without ever having waited leaves its stack to the next one.  Therefore a kernel without barriers
+ * runs as a plain loop.  A fiber never moves to another OS thread. */
 #include "coc_internal.h"
 #include <cmath>
 #include <deque>

@@ -1,10 +1,10 @@
-/* coc_nccl.cpp - NCCL as far as amp_cuda.cu calls it, over the model GPUs of several processes or threads: a library by
- * its own name, libnccl.so.2, that takes the rest of the model from the program that loads it.
+/* coc_nccl.cpp - a model of NCCL, as far as amp_cuda.cu calls it, over the model GPUs of several processes or threads.  It
+ * is a library with NCCL's own name, libnccl.so.2.  It takes the rest of the model from the program that loads it.
  *
- * Ranks meet in shared memory.  A group of calls is one piece of work in its stream, run when all ranks have come to it;
- * until then the stream stands still.  It must be the same on all ranks.  Sums go around a ring: each rank adds its own
- * and rounds to the dtype, as NCCL does.  A communicator's first group begins only after it was asked for its state
- * twice, as where NCCL has to connect first.  What NCCL leaves undefined is a fault. */
+ * Ranks meet in shared memory.  A group of calls is one piece of work in its stream, and runs when all ranks have reached
+ * it.  Until then, the stream stands still.  The group must be the same on all ranks.  Sums go around a ring: each rank
+ * adds its own numbers and rounds to the dtype, as NCCL does.  A communicator's first group begins only after its state was
+ * queried twice, as with the real NCCL when it has to connect first.  Calls that NCCL leaves undefined are faults. */
 #include "coc_internal.h"
 #include "coc_nccl.h"
 #include "amp.h"

@@ -1,5 +1,6 @@
-/* coc_nvml.c - the driver's library of sensors, as far as amp_cuda.cu asks it: one GPU, at the PCI address of the model's
- * second one, with the values below.  A test loads it first; its name inside is then what dlopen looks for. */
+/* coc_nvml.c - a model of the driver's sensor library, with the functions that amp_cuda.cu calls.  It has one GPU, at the
+ * PCI address of the model's second one, with the values below.  A test loads it first, and dlopen then finds it by the
+ * name inside it. */
 #include <string.h>
 
 /* What tests set and read, by dlsym. */

@@ -1,9 +1,10 @@
-/* coc_runtime.cpp - the CUDA runtime over a model GPU: memory kept apart from the host's, streams that really defer
- * their work, events, graphs; with counts, failures on demand and faults for tests (coc.h).
+/* coc_runtime.cpp - a model of the CUDA runtime: device memory, streams, events and graphs on the CPU.  Device memory is
+ * kept apart from host memory, and streams really defer their work.  For tests it has counts, failures on demand, and
+ * faults (coc.h).
  *
- * Work that a call puts into a stream is an operation with the operations it depends on: the one before it in its
- * stream, events waited for, the legacy stream's rule.  Nothing runs before it must (schedule LATE); then an operation
- * runs after what it depends on, and nothing else does. */
+ * A call that puts work into a stream makes an operation.  The operation depends on the one before it in its stream, on
+ * events that were waited for, and on what the legacy stream's rule adds.  With the schedule LATE, no operation runs before
+ * it must.  Then it runs after the operations that it depends on, and no other operation runs. */
 #include "coc_internal.h"
 #include <nvtx3/nvToolsExt.h>
 #include <algorithm>

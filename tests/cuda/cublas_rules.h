@@ -1,10 +1,10 @@
-/* cublas_rules.h - what amp_cuda.cu and the model take from cuBLASLt: a table of cases, each a product that must run and
- * be right, or a call that must be refused, with the document that says so.
+/* cublas_rules.h - a table of what amp_cuda.cu and the model assume of cuBLASLt.  Each case is a product that must run and
+ * be right, or a call that must return an error, with the document that says so.
  *
- * t_cublas.cpp holds the model to it, tests/gpu/t_models.cu the library on a GPU.  Sources as in coc_cublas.cpp: [H] the
- * header's comments, [M] cublasLtMatmul(), [C] cublasLtCreate(), [N] Narrow Precision Data Types Usage and [T] Tensor Core
- * Usage in docs.nvidia.com/cuda/cublas, [R] the library without a GPU, [TE] TransformerEngine, [MN] marian-nmt; "stated
- * nowhere": the model refuses what nobody promises. */
+ * t_cublas.cpp tests the model with it, and tests/gpu/t_models.cu tests the library on a GPU.  Sources are as in
+ * coc_cublas.cpp: [H] the header's comments, [M] cublasLtMatmul(), [C] cublasLtCreate(), [N] Narrow Precision Data Types
+ * Usage and [T] Tensor Core Usage in docs.nvidia.com/cuda/cublas, [R] the library without a GPU, [TE] TransformerEngine,
+ * [MN] marian-nmt.  "stated nowhere" means that no document promises it, and the model returns an error. */
 #ifndef CUBLAS_RULES_H
 #define CUBLAS_RULES_H
 
@@ -18,7 +18,7 @@
 
 enum { BLAS_A, BLAS_B, BLAS_C, BLAS_D, BLAS_BIAS, BLAS_AUX, BLAS_WORKSPACE, BLAS_BUFFERS, BLAS_CANDIDATES = 16 };
 
-/* ---- A product; what a case changes of it is all that a case is. */
+/* ---- A product.  A case is a change of this product. */
 
 struct blas_product {
     int m = 40, n = 24, k = 48, batch = 1;
@@ -43,11 +43,11 @@ struct blas_product {
     size_t offset[BLAS_BUFFERS] = {};           /* bytes behind a 256-byte aligned address */
     bool null[BLAS_BUFFERS] = {};
     size_t workspace = 1 << 20, workspace_given = 1 << 20;
-    uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;     /* not that of D, which the bounds have no room for */
+    uint32_t schemes = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;     /* not that of D, whose errors exceed the bounds */
     int64_t aux_ld = -1, c_ld = -1;             /* as they are if not -1 */
     int c_batch = -1;
     bool no_c_layout = false;
-    bool claims_256 = false;                    /* the heuristic is not told the true alignments */
+    bool claims_256 = false;                    /* the true alignments are not given to the heuristic */
     bool late_pointers = false;                 /* bias and aux are set after the heuristic was asked */
     int candidate = 0;                          /* which of the heuristic's results runs; -1: algo NULL */
     bool short_workspace = false;               /* one byte less than that of the first result that needs one */
@@ -119,7 +119,7 @@ static inline int64_t blas_bias_stride(const blas_product &x) {
     return x.no_strides ? 0 : blas_bias_length(x);
 }
 
-/* ---- Scales.  Each is a function of its place alone, so that a wrong layout gives wrong products. */
+/* ---- Scales.  Each depends on its place only, so that a wrong layout gives wrong products. */
 
 /* Elements along k that share a scale. */
 static inline int64_t blas_block(const blas_product &x, int which) {
@@ -177,7 +177,7 @@ struct blas_buffers {
     }
 };
 
-enum { BLAS_SLACK = 1 << 16 };      /* what a call that should have been refused may touch */
+enum { BLAS_SLACK = 1 << 16 };      /* bytes that a call may touch that should have returned an error */
 
 static inline size_t blas_bytes(const blas_product &x, int which) {
     if (which <= BLAS_D) {
@@ -249,7 +249,7 @@ struct blas_objects {
     }
 };
 
-/* The first failure of a row of calls. */
+/* The first failure of several calls. */
 struct blas_status {
     cublasStatus_t first = CUBLAS_STATUS_SUCCESS;
     void operator<<(cublasStatus_t status) {
@@ -318,7 +318,7 @@ static inline void blas_describe(const blas_product &x, const blas_buffers &b, b
                  blas_alignment(b.device(x, i)));
 }
 
-/* Everything up to the product in the stream: the first status that is no success. */
+/* Makes all calls up to the product in the stream.  Returns the first status that is no success. */
 static inline cublasStatus_t blas_call_product(cublasLtHandle_t handle, const blas_product &x, blas_buffers *b,
                                                cudaStream_t stream = 0) {
     blas_objects o;
@@ -346,7 +346,7 @@ static inline cublasStatus_t blas_call_product(cublasLtHandle_t handle, const bl
     return s.first;
 }
 
-/* ---- What is right, in fp64, and how far the result may be from it */
+/* ---- The exact result, in fp64, and the bound of the error */
 
 static bool blas_rounds_first;                  /* the library at hand may round alpha AB to D before its epilogue */
 
@@ -415,7 +415,7 @@ static inline blas_value blas_activated(const blas_product &x, const blas_buffer
     return in;
 }
 
-/* "" or what is wrong. */
+/* Returns "" or what is wrong. */
 static inline std::string blas_compare(const char *what, int64_t i, int64_t j, double found, double right, double room) {
     char text[256];
     if (fabs(found - right) <= room) return "";
@@ -435,7 +435,7 @@ static inline std::string blas_check_aux(const blas_product &x, const blas_bytes
     return blas_compare("aux", i, j, (double)blas_load(aux.data(), t, at), before.v, before.off + blas_rounding(t, fabs(before.v) + before.off));
 }
 
-/* What BGRADA or BGRADB must give: sums over k. */
+/* The result that BGRADA or BGRADB must have: sums over k. */
 static inline blas_value blas_input_sum(const blas_product &x, const blas_buffers &b, int64_t item, int64_t i) {
     int which = blas_has(x, 256) ? BLAS_A : BLAS_B;
     bool swapped = which == BLAS_A ? x.trans[0] != CUBLAS_OP_N : x.trans[1] == CUBLAS_OP_N;
@@ -447,7 +447,7 @@ static inline blas_value blas_input_sum(const blas_product &x, const blas_buffer
     return {sum, (x.k + 1) * ldexp(size, x.compute == CUBLAS_COMPUTE_32F_FAST_TF32 ? -10 : -24)};
 }
 
-/* The bias gradient; row_sums: of D, summed from its values before or after their rounding. */
+/* The bias gradient.  row_sums are sums of D, from its values before or after rounding. */
 static inline std::string blas_check_gradient(const blas_product &x, const blas_buffers &b, const blas_bytes_of &bias,
                                               const std::vector<blas_value> &row_sums) {
     std::string wrong;
@@ -461,7 +461,7 @@ static inline std::string blas_check_gradient(const blas_product &x, const blas_
     return wrong;
 }
 
-/* "" or what is wrong with what the device holds; b.host is what it held before. */
+/* Returns "" or what is wrong with the device's buffers.  b.host has their content before the call. */
 static inline std::string blas_check(const blas_product &x, const blas_buffers &b) {
     blas_bytes_of now[BLAS_BUFFERS], expected = b.host[BLAS_D];     /* with what was found at D's elements */
     std::vector<blas_value> row_sums((size_t)(x.batch * x.m), blas_value{0, 0});
@@ -495,14 +495,14 @@ static inline std::string blas_check(const blas_product &x, const blas_buffers &
     return blas_writes_bias(x) ? blas_check_gradient(x, b, now[BLAS_BIAS], row_sums) : "";
 }
 
-/* ---- The table.  Each line changes a product of 40 x 24 over k = 48 in bf16; what it does not say stays. */
+/* ---- The table.  Each line changes some fields of a product of 40 x 24 over k = 48 in bf16. */
 
 struct blas_case {
     const char *rule, *source;
-    bool runs;                                  /* and is right; else: is refused */
+    bool runs;                                  /* runs and is right; else returns an error */
     void (*change)(blas_product *x);
-    bool alone = false;                         /* a GPU may fault on it: no other runs in its process after it */
-    int from = 0, to = 999;                     /* compute capabilities, 10 major + minor, of which it speaks */
+    bool alone = false;                         /* a GPU may fault on it, so no other case runs after it in its process */
+    int from = 0, to = 999;                     /* the compute capabilities to which it applies, 10 major + minor */
 };
 
 static inline void blas_types(blas_product *x, cudaDataType in, cudaDataType out) {
@@ -806,7 +806,7 @@ static inline int blas_capability() {
     return cudaGetDeviceProperties(&prop, 0) == cudaSuccess ? 10 * prop.major + prop.minor : 0;
 }
 
-/* Runs a case: "" if it is as the table says, or speaks of other GPUs, else what was found. */
+/* Runs a case.  Returns "" if it is as the table says or does not apply to this GPU, else what was found. */
 static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) {
     blas_product x;
     blas_buffers b;
@@ -821,12 +821,12 @@ static inline std::string blas_run(cublasLtHandle_t handle, const blas_case &c) 
     return status == CUBLAS_STATUS_SUCCESS ? blas_check(x, b) : cublasLtGetStatusName(status);
 }
 
-/* ---- What is no product that runs or is refused.  holds() says "" or what was found instead. */
+/* ---- Rules that are not about one product.  holds() returns "" or what was found instead. */
 
 struct blas_fact {
     const char *rule, *source;
     std::string (*holds)(cublasLtHandle_t handle);
-    bool needed;                                /* what amp_cuda.cu relies on; else what it is prepared for */
+    bool needed;                                /* amp_cuda.cu needs this rule; else it only allows for it */
 };
 
 /* A product with its buffers, descriptors and the heuristic's results. */

@@ -1,6 +1,7 @@
 #!/bin/sh
-# examples.sh - the examples on the model GPU.  scaler_only as on the CPU; train_gpt in every precision: a captured graph and
-# recomputing leave the bits of the plain run, checkpoints change between GPU and CPU, and refusals name what is wrong.
+# examples.sh - runs the examples on the model GPU.  scaler_only must do the same as on the CPU.  train_gpt runs in every
+# precision.  A captured graph and recomputing must give the same bits as the plain run.  Checkpoints must load on the GPU
+# when the CPU wrote them, and the other way round.  Error messages must say what is wrong.
 . tests/lib.sh
 gpt="$PWD/build/model_train_gpt"
 small="--layers 2 --heads 2 --channels 32 --batch 2 --seq 16 --sample 0 --eval-batches 1 --log-interval 1 --data $work/text"

@@ -1,9 +1,10 @@
-/* fragments.h - mma, ldmatrix and cp.async against the tables of the PTX ISA, written here as element -> (lane, register,
- * half).  For the models (t_harness.cpp) and for the hardware (tests/gpu/t_models.cu), which define before:
+/* fragments.h - tests mma, ldmatrix and cp.async with the tables of the PTX ISA, written here as element -> (lane,
+ * register, half).  It tests the models (t_harness.cpp) and the hardware (tests/gpu/t_models.cu).  Both define these
+ * functions before they include it:
  *     void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16);
  *     void fragment_load(uint32_t (&r)[4], const void *row, bool transposed);
  *     void fragment_copy(void *shared, const void *from, bool there);         16 bytes, or zeros; and waits
- * Each test returns "" or what is wrong. */
+ * Each test returns "" or a text that says what is wrong. */
 #ifndef AMPT_FRAGMENTS_H
 #define AMPT_FRAGMENTS_H
 
@@ -24,7 +25,7 @@ static inline fragment_place fragment_a(unsigned row, unsigned k) { return {row 
 static inline fragment_place fragment_b(unsigned k, unsigned n) { return {n * 4 + k % 8 / 2, k / 8, k % 2}; }
 static inline fragment_place fragment_c(unsigned row, unsigned n) { return {row % 8 * 4 + n / 2, row / 8 * 2 + n % 2, 0}; }
 
-/* Runs kernel(data, which), one warp a block, over words in device memory; false: it failed. */
+/* Runs kernel(data, which), one warp per block, over words in device memory.  Returns false if it failed. */
 static inline bool fragment_run(void (*kernel)(uint32_t *, int), std::vector<uint32_t> *words, int which, unsigned blocks = 1) {
     uint32_t *data = NULL;
     size_t bytes = words->size() * 4;
@@ -73,7 +74,7 @@ static inline std::string fragment_products(bool bf16) {
     return "";
 }
 
-/* Every number of a 16-bit type, subnormal ones, infinities and NaN too: it times 1 is itself. */
+/* Every number of a 16-bit type, with subnormal numbers, infinities and NaN: times 1, it must be itself. */
 __global__ static void fragment_number_kernel(uint32_t *wrong, int bf16) {
     uint32_t lane = threadIdx.x, mine = blockIdx.x * 8 + lane / 4, a[4] = {lane % 4 ? 0 : mine, 0, 0, 0}, b[2] = {0, 0};
     float c[4] = {0, 0, 0, 0}, x = bf16 ? amp_f32_from_bf16((uint16_t)mine) : amp_f32_from_f16((uint16_t)mine);
@@ -118,7 +119,7 @@ static inline double fragment_error(bool bf16) {
     return worst;
 }
 
-/* ---- ldmatrix and cp.async: what each lane gets. */
+/* ---- ldmatrix and cp.async: the values that each lane gets. */
 
 __global__ static void fragment_load_kernel(uint32_t *words, int transposed) {
     FRAGMENT_SHARED(room, 64);

@@ -1,6 +1,7 @@
 #!/bin/sh
-# nccl.sh - what amp_cuda.cu declares of NCCL is what nccl.h has, and libnccl.so.2 has all that it calls.  Both are looked
-# for in NCCL_HOME (include, lib), in PyPI's nvidia-nccl-cu12 or -cu13 of PYTHON, and where the system has them.
+# nccl.sh - compares the NCCL declarations in amp_cuda.cu with nccl.h, and checks that libnccl.so.2 has all the functions it
+# calls.  Both are searched in NCCL_HOME (include, lib), in the packages nvidia-nccl-cu12 and -cu13 of PYTHON, and in the
+# system's folders.
 . tests/lib.sh
 cuda=${CUDA_HOME:-/usr/local/cuda}
 python=$(command -v "${PYTHON:-python3}")

@@ -1,7 +1,8 @@
 #!/bin/sh
-# nvcc.sh - amp_cuda.cu for a GPU: it compiles without a warning, and its kernels for sm_90 need no more registers, divisions and
-# shared memory than tests/gpu/resources.txt says, spill nothing, and access memory 16 bytes at a time where
-# tests/gpu/wide.txt says so.  CUDA_ARCHS: further architectures to compile for ("80 100", "all").
+# nvcc.sh - compiles amp_cuda.cu with nvcc without warnings, and checks the machine code of its kernels for sm_90.  The
+# kernels may need no more registers, divisions and shared memory than tests/gpu/resources.txt says.  They may not spill
+# registers.  Those listed in tests/gpu/wide.txt must access memory 16 bytes at a time.  CUDA_ARCHS names further
+# architectures to compile for ("80 100", "all").
 #
 # `nvcc.sh --table` writes resources.txt again.
 . tests/lib.sh

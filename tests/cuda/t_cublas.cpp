@@ -1,4 +1,4 @@
-/* t_cublas.cpp - the harness's cuBLASLt keeps the rules of cublas_rules.h, and what coc.h promises of it. */
+/* t_cublas.cpp - tests that the model of cuBLASLt obeys the rules of cublas_rules.h and does what coc.h describes. */
 #include "coc.h"
 #include "cublas_rules.h"
 #include <cublas_v2.h>

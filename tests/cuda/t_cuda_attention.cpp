@@ -1,13 +1,13 @@
-/* t_cuda_attention.cpp - attention on the CUDA backend against the CPU backend: every mask, dtype and layout.
+/* t_cuda_attention.cpp - compares attention on the CUDA backend with the CPU backend, for every mask, dtype and layout.
  *
- * Both sides may be off from the exact result, which is computed here in fp64, by a bound that is computed beside it;
- * they may differ by twice that.  With u = 2^-24, n the unit roundoff of the compute dtype (0 for fp32) and all errors
- * relative to a probability p:
+ * Both sides may differ from the exact result, which is computed here in fp64, by a bound that is computed beside it.  They
+ * may differ from each other by twice that.  In the following, u = 2^-24, n is the unit roundoff of the compute dtype (0
+ * for fp32), and all errors are relative to a probability p:
  *   - a score: (dim + 1) u |scale| sum |q k|;
- *   - exp(score - max): u |x| for the difference, and on the GPU 4 u + 1.25 |x| u for exp (2^-22, and the product with
- *     log2 e); |x| is at most twice the largest |score|.  The same, with two products, for each tile that may move max;
+ *   - exp(score - max): u |x| for the difference, and on the GPU 4 u + 1.25 |x| u for exp (2^-22, and the product with log2
+ *     e), where |x| is at most twice the largest |score|.  The same, with two products, for each tile that may move max;
  *   - their sum: (keys) u, and the roundings to the compute dtype: n, or half its smallest number.
- * What follows is first order, made safe by expm1. */
+ * These bounds are first order, and are made safe by expm1. */
 #include "test_cuda.h"
 
 static const double u = 1.0 / 16777216;

@@ -1,5 +1,5 @@
-/* t_cuda_failures.cpp - operators of amp_cuda.cu when CUDA or cuBLASLt fails: each call that one makes fails in turn.  The
- * operator returns that error, what it took of the device's memory is given back, and the next try succeeds. */
+/* t_cuda_failures.cpp - tests the operators of amp_cuda.cu when calls of CUDA or cuBLASLt fail, one call after another.
+ * The operator must return that error and free the device memory that it took.  The next call must succeed. */
 #include "test_cuda.h"
 #include <cublasLt.h>
 

@@ -1,5 +1,6 @@
-/* t_cuda_fp8.cpp - products in FP8 of amp_cuda.cu: the bits, scales and places of rounded operands; products beside the CPU
- * backend, on GPUs whose cuBLASLt has them and on those where bf16 stands in; what is rounded once for two products. */
+/* t_cuda_fp8.cpp - tests the fp8 products of amp_cuda.cu.  It tests the bits, scales and places of rounded operands, and
+ * operands that are rounded once for two products.  Products are compared with the CPU backend, on GPUs whose cuBLASLt has
+ * fp8 products and on those where bf16 replaces them. */
 #include "test_cuda.h"
 #include "../gemm_parts.h"
 #include <cublasLt.h>

@@ -1,5 +1,6 @@
-/* t_cuda_gemm.cpp - matrix products of amp_cuda.cu: every layout, dtype and epilogue beside the CPU backend; which way each
- * of them goes; plans that are made once; autotuning and its file; calls of cuBLASLt that fail. */
+/* t_cuda_gemm.cpp - compares the matrix products of amp_cuda.cu with the CPU backend, for every layout, dtype and epilogue.
+ * It also tests which implementation each product uses, plans that are made once, autotuning and its file, and calls of
+ * cuBLASLt that fail. */
 #include "test_cuda.h"
 #include "../gemm_parts.h"
 #include <atomic>

@@ -1,9 +1,9 @@
-/* t_cuda_gpt.cpp - the GPT-2 of examples/gpt.h, a small one, trained on the CUDA backend on the model GPU and on the
- * CPU backend from the same weights on the same tokens.
+/* t_cuda_gpt.cpp - trains a small GPT-2 of examples/gpt.h on the CUDA backend on the model GPU and on the CPU backend.
+ * Both begin with the same weights and read the same tokens.
  *
- * Over 20 steps the two backends' losses differ by no more than the CPU's own differ between fp32 and the dtype that is
- * trained in.  In fp32, where there is no such difference, by no more than TF32 makes: that dtype differs from fp32 in
- * the rounding of operands alone. */
+ * Over 20 steps, the losses of the two backends differ by no more than the CPU's own losses differ between fp32 and the
+ * dtype of the training.  For fp32, where there is no such difference, the bound is the difference that TF32 makes.  That
+ * dtype differs from fp32 only in the rounding of operands. */
 #include "test_cuda.h"
 #include "../../examples/encoder_files.h"
 #include "../../examples/gpt_files.h"

@@ -1,5 +1,6 @@
-/* t_cuda_inputs.cpp - saturate_inputs on the CUDA backend, on the model GPU: operands of products are cut to what their cast
- * leaves finite, in every operator, as if the program had cut them; as many are counted as on the CPU, and named. */
+/* t_cuda_inputs.cpp - tests saturate_inputs on the CUDA backend, on the model GPU.  In every operator, the operands of
+ * products must be cut to the range in which their cast is finite, as if the program had cut them.  As many must be counted
+ * as on the CPU, with the same names. */
 #include "test_cuda.h"
 
 enum { ROWS = 5, IN = 24, OUT = 7 };

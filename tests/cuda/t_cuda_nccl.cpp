@@ -1,9 +1,10 @@
-/* t_cuda_nccl.cpp - ranks whose device memory goes over NCCL: 2 and 4 processes, and two threads, each with a model GPU and
- * the model of NCCL (coc_nccl.cpp), a library by NCCL's name.  All calls against sums taken here; training that gives the
- * weights of amp_ranks, also from a captured graph; what is missing, old, late, dead, or disagrees ends by name.
+/* t_cuda_nccl.cpp - tests ranks that reduce device memory with NCCL, on model GPUs.  These are 2 and 4 processes, and two
+ * threads, each with a model GPU and the model of NCCL (coc_nccl.cpp), a library with NCCL's name.  All calls are compared
+ * with sums computed here.  Training must give the weights of amp_ranks, also from a captured graph.  A library that is
+ * missing or old, and ranks that are late or dead or that disagree, must give an error that says so.
  *
- * A process of its own is this program again, with --rank; what ranks share, and the host's reducer that joins them, lies
- * in memory that they inherit.  On a GPU, one rank runs all calls over the NCCL that is there. */
+ * A rank in its own process is this program, started with --rank.  The data that ranks share, and the CPU-side reducer that
+ * joins them, are in memory that they inherit.  On a GPU, one rank runs all calls with the installed NCCL. */
 #include "test_cuda.h"
 #include "coc_nccl.h"
 #include <algorithm>

@@ -1,10 +1,10 @@
-/* t_cuda_operators.cpp - the bandwidth-bound operators of the CUDA backend against the CPU backend: norms, softmax,
- * activations, losses, embeddings, dropout, addition.
+/* t_cuda_operators.cpp - compares the bandwidth-bound operators of the CUDA backend with the CPU backend.  These are norms,
+ * softmax, activations, losses, embeddings, dropout and addition.
  *
- * Where both sides do the same roundings the bits must be equal.  Elsewhere the bound follows from the operations:
- * u = 2^-24 for each rounding, the GPU's documented errors of ex2, rcp and rsqrt (2^-22, 2^-23, 2^-22), and
- * (n - 1) u per sum of n terms; each bound is computed from the inputs at hand.  The CPU may have no fused
- * multiplication and addition, which rounds once more. */
+ * Where both sides do the same roundings, the bits must be equal.  Elsewhere, the bound follows from the operations: u =
+ * 2^-24 for each rounding, the GPU's documented errors of ex2, rcp and rsqrt (2^-22, 2^-23, 2^-22), and (n - 1) u per sum
+ * of n terms.  Each bound is computed from the inputs of the test.  The CPU may have no fused multiply-add, which rounds
+ * once more. */
 #include "test_cuda.h"
 
 static const double u = 1.0 / 16777216;

@@ -1,4 +1,4 @@
-/* t_cuda_runtime.cpp - the CUDA backend's runtime, casts, multi-tensor kernels and products, on the model GPU. */
+/* t_cuda_runtime.cpp - tests the CUDA backend's runtime, casts, multi-tensor kernels and products, on the model GPU. */
 #include "test_cuda.h"
 #include <stdlib.h>
 #include <thread>

@@ -1,5 +1,5 @@
-/* t_cuda_telemetry.cpp - the driver's sensors through the backend's table, with a model of the driver's library, a
- * profiler's ranges, and what the log of decisions says of the cast cache. */
+/* t_cuda_telemetry.cpp - tests the sensors of the GPU through the backend's table, with a model of the driver's library.
+ * It also tests a profiler's ranges, and the entries of the cast cache in the log of decisions. */
 #include "test_cuda.h"
 #include <dlfcn.h>
 #include <unistd.h>

@@ -1,6 +1,7 @@
-/* t_cuda_threads.cpp - what threads share of amp_cuda.cu: a device's memory, plans, graphs and sensors, contexts and ranks
- * on one GPU, the loss of the GPU.  Results are those of one thread alone; `make test-ci` runs the same under
- * ThreadSanitizer, which sees what is reached without a lock. */
+/* t_cuda_threads.cpp - tests several threads that use amp_cuda.cu at the same time.  They share a device's memory, plans,
+ * graphs and sensors, or have contexts and ranks of their own on one GPU.  Another test loses the GPU.  Results must be
+ * those of one thread alone.  `make test-ci` runs the same tests under ThreadSanitizer, which detects data that is accessed
+ * without a lock. */
 #include "test_cuda.h"
 #include <atomic>
 #include <thread>

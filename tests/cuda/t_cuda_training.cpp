@@ -1,8 +1,10 @@
-/* t_cuda_training.cpp - whole training steps through amp.h on the CUDA backend, on the model GPU: the CPU backend's
- * numbers within computed bounds, the same bits under every order of threads, blocks and streams, no wait and no
- * allocation in a steady step, and a clean end wherever a call of CUDA's fails.
+/* t_cuda_training.cpp - runs whole training steps through amp.h on the CUDA backend, on the model GPU.  The numbers must be
+ * those of the CPU backend within computed bounds.  The bits must be the same under every order of threads, blocks and
+ * streams.  A steady step must not wait and not allocate.  When a call of CUDA fails, the program must be able to close
+ * everything.
  *
- * The network: embedding, LayerNorm, linear with GELU, linear, cross-entropy; fp16 with a loss scale; AdamW. */
+ * The network is an embedding, LayerNorm, linear with GELU, linear, and cross-entropy.  It trains in fp16 with a loss scale
+ * and AdamW. */
 #include "test_cuda.h"
 #include <algorithm>
 #include <set>

@@ -1,4 +1,4 @@
-/* t_harness.cpp - the harness keeps what it promises: kernels written for it, right ones and broken ones. */
+/* t_harness.cpp - tests the model GPU itself, with correct and broken kernels that are written for this test. */
 #include "coc.h"
 #include <cublasLt.h>
 #include "amp.h"

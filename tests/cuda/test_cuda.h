@@ -1,5 +1,5 @@
-/* test_cuda.h - tests of amp_cuda.cu, on the model GPU of coc.h or (with the coc.h of
- * tests/gpu/on_gpu) on a real one.
+/* test_cuda.h - the harness of the tests of amp_cuda.cu, on the model GPU (coc.h) or on a real one
+ * (tests/gpu/on_gpu/coc.h).
  *
  *     CUDA_TEST(cast_rounds) {
  *         cuda_compare c = cuda_on_both([&](cuda_side &s, std::string *out) {
@@ -12,8 +12,8 @@
  *     }
  *     int main(int argc, char **argv) { TEST_BEGIN(argc, argv); RUN(cast_rounds); return TEST_END(); }
  *
- * The lambda runs once on the CPU backend and, on the model, under every order of threads, blocks and streams.  At the
- * end of a CUDA_TEST nothing of the runtime may be left and no fault may have been seen. */
+ * The lambda runs once on the CPU backend.  On the model, it runs under every order of threads, blocks and streams.  At the
+ * end of a CUDA_TEST, no object of the runtime may be left and no fault may have been seen. */
 #ifndef AMPT_TEST_CUDA_H
 #define AMPT_TEST_CUDA_H
 
@@ -27,7 +27,7 @@
 #include "../test.h"
 
 
-/* ---- Tests that leave nothing behind */
+/* ---- Tests after which no object of the runtime is left */
 
 static inline void cuda_test_end() {
     coc_check_red_zones();
@@ -44,7 +44,7 @@ static inline void cuda_test_end() {
     TEST(name) { coc_reset(); cuda_test_##name(); cuda_test_end(); } \
     static void cuda_test_##name()
 
-/* A context on amp_cuda(); desc may be NULL. */
+/* Opens a context on amp_cuda().  desc may be NULL. */
 static inline amp_context *cuda_context(const amp_desc *desc = NULL) {
     amp_desc d = {};
     amp_context *amp = NULL;
@@ -241,7 +241,7 @@ static inline double cuda_sum_bound(int64_t n, double magnitudes) {
 /* ---- Comparing */
 
 struct cuda_compare {
-    std::string expected, actual;       /* what the CPU and what the GPU left */
+    std::string expected, actual;       /* the results of the CPU and of the GPU */
     std::string orders;                 /* "" or how two orders differed */
     void check_orders() const { CHECK_MSG(orders.empty(), "%s", orders.c_str()); }
     void check_same_bits() const {
@@ -252,7 +252,7 @@ struct cuda_compare {
         CHECK_MSG(actual == expected, "byte %zu of %zu differs from the CPU's", at, expected.size());
     }
     /* Element i of [from, from + n) bytes-wise at `offset`: |actual - expected| <= bound(i, expected); NaN equals NaN,
-       infinities equal themselves.  Returns the byte behind, for the next array. */
+       infinities equal themselves.  Returns the offset of the byte behind, for the next array. */
     size_t check_within(size_t offset, amp_dtype dtype, int64_t n, const std::function<double(int64_t, double)> &bound,
                         const char *what = "result") const {
         size_t size = amp_dtype_size(dtype), end = offset + (size_t)n * size;
@@ -289,7 +289,7 @@ static inline cuda_compare cuda_on_both(const cuda_work &work) {
     return c;
 }
 
-/* Memory for the kernels of a GPU, of which each byte is the one that user points to. */
+/* Memory for the kernels of a GPU, filled with the byte that user points to. */
 static inline void *cuda_filled_alloc(void *user, size_t bytes, int32_t, void *) {
     void *p = NULL;
     if (cudaMalloc(&p, bytes) != cudaSuccess) return NULL;
@@ -298,8 +298,8 @@ static inline void *cuda_filled_alloc(void *user, size_t bytes, int32_t, void *)
 }
 static inline void cuda_filled_free(void *, void *p, size_t, int32_t, void *) { CHECK(cudaFree(p) == cudaSuccess); }
 
-/* For the ends of long arrays: in one order, because orders are compared elsewhere.  `left` is what blocks that do not
-   run leave in the kernels' own memory. */
+/* For the ends of long arrays.  They run in one order, because other tests compare orders.  `left` is the byte that blocks
+   which do not run leave in the kernels' own memory. */
 static inline cuda_compare cuda_once_on_both(const cuda_work &work, int left = 0, amp_cpu_path path = AMP_CPU_DEFAULT) {
     const amp_device_memory memory = {&left, cuda_filled_alloc, cuda_filled_free};
     cuda_compare c;
@@ -328,9 +328,9 @@ static const cuda_shape cuda_shapes[] = {
     {1, 1000, 0, 0, "one row"},         {70, 24, 0, 0, "many short rows"},  {2, 1536, 0, 0, "long"},
     {1, 4099, 0, 0, "longer, odd"},     {9, 768, 0, 0, "more rows than the grid"},
 };
-/* Element (2, 0) lies 2^31 + 2 pad elements behind (0, 0).  Memory is sparse, so only for kernels that take ld. */
+/* Element (2, 0) is 2^31 + 2 pad elements behind (0, 0).  Memory is sparse, so this is only for kernels that take ld. */
 static const cuda_shape cuda_far_shape = {3, 40, ((int64_t)1 << 30) + 8 - 40, 0, "beyond 2^31 elements"};
-/* The last elements of more than 2^32, so that both signed and unsigned indices of 32 bits would be others. */
+/* The last elements of more than 2^32, so that signed and unsigned indices of 32 bits would both be wrong. */
 static const cuda_shape cuda_far_ends[] = {
     {5, 1024, 0, 0, "beyond 2^32 elements", (int64_t)1 << 32}, {5, 1024, 0, 1, "beyond 2^32, unaligned", (int64_t)1 << 32},
 };

@@ -1,20 +1,20 @@
-/* cblas_host.c - a program of CBLAS's, as tests/examples/shim.sh compiles it against examples/adopt/cblas.h, and unchanged against
- * any BLAS.
+/* cblas_host.c - a program that uses CBLAS, which tests/examples/shim.sh compiles against examples/adopt/cblas.h.  It
+ * compiles unchanged against any BLAS.
  *
  *     cblas_host fp32|tf32|bf16|fp16    every form of cblas_sgemm against plain loops over operands rounded to that format
- *     cblas_host bits                   a number of all bits of those products
- *     cblas_host threads                fp32's comparison in four threads at once, whose first product is the first of all
- *     cblas_host fork                   in children, forked while other threads compute, which the fork waits for
+ *     cblas_host bits                   a number computed from all bits of those products
+ *     cblas_host threads                the comparison of fp32 in four threads at once, which make the program's first products
+ *     cblas_host fork                   in children, forked while other threads compute; the fork waits for these threads
  *     cblas_host exit                   ends while other threads compute
- *     cblas_host bad                    arguments that must not be accepted, and what they would have overwritten
- *     cblas_host nan                    alpha and beta that are no numbers, nor is then the result
- *     cblas_host others                 with -DOTHERS: what is not sgemm
+ *     cblas_host bad                    invalid arguments, and the memory that they could have overwritten
+ *     cblas_host nan                    alpha and beta that are NaN, which must make the result NaN
+ *     cblas_host others                 with -DOTHERS: functions other than sgemm
  *     cblas_host time                   the rate of a product of 1024 x 1024 matrices
  *
- * BY_HAND declares cblas_sgemm without a header, FORTRAN calls sgemm_ instead.
+ * BY_HAND declares cblas_sgemm without a header.  FORTRAN calls sgemm_ instead.
  *
  * Sums of k products in fp32, in any order, are off by at most k u / (1 - k u) times the sum of the products' magnitudes
- * (Higham 2002, 3.1); alpha, beta and the last addition round three times more. */
+ * (Higham 2002, 3.1).  alpha, beta and the last addition round three times more. */
 #if defined(BY_HAND) || defined(FORTRAN)
 typedef enum { CblasRowMajor = 101, CblasColMajor = 102 } CBLAS_ORDER;
 typedef enum { CblasNoTrans = 111, CblasTrans = 112 } CBLAS_TRANSPOSE;

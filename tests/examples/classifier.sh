@@ -1,6 +1,7 @@
 #!/bin/sh
-# classifier.sh - the example classifier does what it says: learns in every precision and level, goes on from its own
-# files, compares precisions on every architecture, and refuses bad input by name.
+# classifier.sh - tests the example classifier as a whole program.  It must learn in every precision and at every level,
+# resume from its own files, and compare precisions on every architecture.  It must reject bad input with a message that
+# names it.
 . tests/lib.sh
 program="$PWD/build/train_classifier"
 

@@ -1,6 +1,6 @@
 #!/bin/sh
-# examples.sh - the examples do what they say: train in every precision, resume bit for bit, survive Ctrl-C, and
-# refuse bad input by name.  build/ has been made.
+# examples.sh - tests the example programs as a whole.  They must train in every precision, resume bit for bit, and survive
+# Ctrl-C.  They must reject bad input with a message that names it.  build/ must have been made before.
 . tests/lib.sh
 made build/amp.o
 gpt="$PWD/build/train_gpt"

@@ -1,11 +1,11 @@
 #!/bin/sh
-# hosts.sh - three programs as one finds them, in tests/examples/hosts/, and the same with amp.h:
-#   flat      parameters and gradients in one array each, a fused RMSprop            at most 10 changed lines
-#   online    steps sample by sample, without a gradient buffer, in fp64             at most 15
-#   conv      layers whose updates are gradient and momentum in one, for -Ofast      at most 30
-# Each runs as -O2 and as -Ofast (whose loss is looked at where infinities must be seen), and with floating-point exceptions
-# that trap.
-# A changed line counts twice, as it was and as it is; none may be longer than 130 columns.  The programs' BLAS is tests/examples/hosts/blas.
+# hosts.sh - compares three existing programs, in tests/examples/hosts/, with the same programs after adopting amp.h.
+#     flat      parameters and gradients in one array each, a fused RMSprop              at most 10 changed lines
+#     online    updates after each sample, without a gradient buffer, in fp64            at most 15
+#     conv      layers that keep gradient and momentum in one buffer, for -Ofast         at most 30
+# Each program runs with -O2, with -Ofast, and with floating-point exceptions that trap.  With -Ofast, the loss is also
+# checked in runs where infinities must be detected.  A changed line counts twice, once as it was and once as it is.  No
+# line may be longer than 130 columns.  The BLAS that the programs use is tests/examples/hosts/blas.
 . tests/lib.sh
 made build/amp.o build/fast_inside.o
 cc=${CC:-gcc} flags=${CFLAGS:--O2} linked=-DAMP_IMPLEMENTATION_INCLUDED

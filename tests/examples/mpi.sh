@@ -1,6 +1,7 @@
 #!/bin/sh
-# mpi.sh - train_gpt on two processes with MPI trains what one process with the double batch trains, also from
-# the checkpoint of two; an overflow skips the step on both; a rank that stops ends the other in time.
+# mpi.sh - checks that train_gpt on two MPI processes gives the same result as one process with twice the batch size.  This
+# also holds when it resumes from a checkpoint of two processes.  An overflow on one rank must skip the step on both, and a
+# rank that stops must end the other within the time limit.
 . tests/lib.sh
 made build/amp.o
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_rmaps_base_oversubscribe=1

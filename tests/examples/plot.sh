@@ -1,5 +1,5 @@
 #!/bin/sh
-# plot.sh - the pictures of runs: what is drawn from which records, by watch.c and by gnuplot.
+# plot.sh - tests the pictures of training runs that watch.c and gnuplot draw from their records.
 . tests/lib.sh
 
 # ---- watch.c.  A run with a resumed step, a loss that is null, layers that move, and a last line that is still written.

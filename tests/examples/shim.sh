@@ -1,6 +1,7 @@
 #!/bin/sh
-# shim.sh - examples/adopt/cblas.h and ampblas.c: cblas_sgemm and sgemm_ in amp.h, linked, preloaded and installed.
-# build/amp.o is `make`'s, and that of the programs of one file, too; ampblas.c, whose amp.h is its own, compiles it.
+# shim.sh - tests examples/adopt/cblas.h and ampblas.c, which provide cblas_sgemm and sgemm_ through amp.h.  They are
+# linked, preloaded and installed.  The programs of one file use the build/amp.o that `make` builds.  ampblas.c contains its
+# own amp.h and is compiled with it.
 . tests/lib.sh
 made build/amp.o
 cc=${CC:-gcc} flags=${CFLAGS:--O2}

@@ -1,7 +1,8 @@
 #!/bin/sh
-# slurm.sh - examples/slurm/train.sbatch under a real slurmctld and slurmd on this machine: submitted, preempted by a signal
-# and by the cluster, requeued, finished; with the loss, and the weights, of a run that nobody disturbed.  Needs root, to
-# run a cluster in a folder of its own; Debian's slurm-wlm and munge are installed where INSTALL=1 asks for it.
+# slurm.sh - runs examples/slurm/train.sbatch under a real slurmctld and slurmd on this machine.  The job is submitted,
+# preempted by a signal and by the cluster, requeued, and run to its end.  It must end with the loss and the weights of an
+# undisturbed run.  The script needs root, because it runs a cluster in its own folder.  With INSTALL=1 it installs Debian's
+# packages slurm-wlm and munge.
 . tests/lib.sh
 give_up() { skip "train.sbatch" "$1"; closing; exit; }
 [ "$(id -u)" -eq 0 ] || give_up "only root can start a slurmd"

@@ -1,5 +1,6 @@
 #!/bin/sh
-# sweep.sh - the search records each trial, orders them, goes on where it stopped, and outlives trials that go wrong.
+# sweep.sh - checks that the hyperparameter search records and ranks its trials, resumes where it stopped, and survives
+# failing trials.
 . tests/lib.sh
 sweep="$PWD/build/sweep"
 small="--layers 1 --heads 2 --channels 32 --seq 32 --steps 24 --eval-batches 4"

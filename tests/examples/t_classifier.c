@@ -1,7 +1,7 @@
-/* t_classifier.c - the parts of the example classifier: encoders against Hugging Face's (logits, loss and gradients of
- * BERT, RoBERTa, ELECTRA, Longformer and DeBERTa, in fp32 and 16 bits), their files, the tokenizer, and labelled text.  What the
- * whole program does is in classifier.sh.  Golden data: tests/torch/oracle/hf_encoder.py, hf_configs.py
- * and wordpiece.py. */
+/* t_classifier.c - tests the parts of the example classifier: the encoders, their files, the tokenizer, and labelled text.
+ * Logits, loss and gradients of BERT, RoBERTa, ELECTRA, Longformer and DeBERTa are compared with Hugging Face's, in fp32
+ * and in 16 bits.  classifier.sh tests the whole program.  The golden data comes from tests/torch/oracle/hf_encoder.py,
+ * hf_configs.py and wordpiece.py. */
 #define main train_classifier_main
 #include "../examples/train_classifier.c"
 #undef main

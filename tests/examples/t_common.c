@@ -1,5 +1,5 @@
-/* t_common.c - the event files that examples/tensorboard.h writes for TensorBoard, and examples/safetensors.h in the
- * hands of a user in a hurry: which files it refuses, and which calls. */
+/* t_common.c - tests the TensorBoard event files of examples/tensorboard.h, and invalid files and calls of
+ * examples/safetensors.h. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/tensorboard.h"

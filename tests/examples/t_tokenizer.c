@@ -1,5 +1,6 @@
-/* t_tokenizer.c - the tokenizer of the example trainer: the same tokens as transformers, the same bytes back, and
- * damaged files refused by name.  Golden data: tests/torch/oracle/tokenizer.py. */
+/* t_tokenizer.c - tests the tokenizer of the example trainer.  It must give the same tokens as transformers, and must give
+ * the same bytes back.  Damaged files must be rejected with a message that names the file.  The golden data comes from
+ * tests/torch/oracle/tokenizer.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/gpt_files.h"

@@ -1,5 +1,5 @@
-/* t_train.c - the parts of the example trainer: flags, schedules, JSON, safetensors, llm.c and IDX files, bigrams and
- * sampling.  What the whole program does is in examples.sh, its model in t_model.c. */
+/* t_train.c - tests the parts of the example trainer: flags, schedules, JSON, safetensors, llm.c and IDX files, bigrams and
+ * sampling.  examples.sh tests the whole program, and t_model.c its model. */
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
 #include "../examples/mnist.h"

@@ -1,6 +1,7 @@
 #!/bin/sh
-# tools.sh - amp_check and amp_bench at small sizes: what they print is complete and adds up, their exit codes say what
-# they found, their JSON is JSON, and bad flags are refused by name.
+# tools.sh - tests amp_check and amp_bench at small sizes.  Their output must be complete and its sums correct.  Their exit
+# codes must say what they found, and their JSON must be valid.  They must reject bad flags with a message that names the
+# flag.
 . tests/lib.sh
 check_bin="$PWD/build/amp_check" bench_bin="$PWD/build/amp_bench"
 small="--device cpu --quick --size 128 --copies 1 --seconds 0.3 --batch 2 --seq 64 --channels 128"

@@ -1,8 +1,9 @@
 #!/bin/sh
-# frozen.sh - programs written for 0.2.0 keep working: its examples, frozen in an archive, compile without a warning against
-# today's amp.h, and those of programs.txt print the losses that they printed with 0.2.0.  Where the kernels are other than
-# the recorded ones (the first line of losses.txt), numbers may differ by a fiftieth, and by 0.02.  `frozen.sh --record`
-# prints what losses.txt has; it was made with the amp.h of 0.2.0.
+# frozen.sh - checks that programs written for amp.h 0.2.0 still compile and still print the same losses.  The examples of
+# 0.2.0, kept in an archive, must compile without a warning against today's amp.h.  Those listed in programs.txt must print
+# the losses that they printed with 0.2.0.  If other kernels run than the recorded ones (the first line of losses.txt),
+# numbers may differ by one part in fifty and by 0.02.  `frozen.sh --record` prints the content of losses.txt, which was
+# made with the amp.h of 0.2.0.
 . tests/lib.sh
 made build/amp.o
 cc=${CC:-gcc}

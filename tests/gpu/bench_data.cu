@@ -1,12 +1,12 @@
-/* bench_data.cu - what the loader and the mask cache cost and save on a GPU.
+/* bench_data.cu - measures the loader and the mask cache on a GPU.
  *
  *     bench_data loader [--tiny]      copies to the device from pinned and from pageable memory; batches of the loader with
  *                                     and without .disable_pinned, alone and beside a step; the time of amp_loader_next
  *     bench_data masks [--tiny]       softmax over scores under a mask from the cache: its hits and bytes in steps that are
- *                                     called and in a captured one, and the time with the mask made anew
+ *                                     called and in a captured one, and the time with the mask made again
  *
- * Prints one JSON object per line: first the device, then what was measured.  peer_data.py measures the same of PyTorch.
- * --tiny: the smallest sizes, for the model GPU. */
+ * Prints one JSON object per line: first the device, then the measurements.  peer_data.py measures the same in PyTorch.
+ * --tiny selects the smallest sizes, for the model GPU. */
 #include <cuda_runtime.h>
 #include <algorithm>
 #include <functional>

@@ -1,17 +1,20 @@
-/* bench_gpu.cu - times every kernel of amp_cuda.cu that is bound by memory, matrix products, attention, and plain copies.
+/* bench_gpu.cu - times every memory-bound kernel of amp_cuda.cu, matrix products, attention, and plain copies.
  *
  *     bench_gpu [--rounds 9] [--ms 20] [--tiny] [--only TEXT] [--autotune] [--describe] [--list] [--turns]
  *
- * Prints one JSON object per line: first the device, then per case the bytes that must move (each operand read once,
- * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two
- * events; launches go round several sets of operands, so that nothing is found in the L2 cache.  The shapes are those of
- * GPT-2 124M with 64 sequences of 1024 tokens.  --tiny: the smallest sizes that take the same path, for the model GPU.
- * --describe: only the device's line.  --list: the names of all cases, with their groups.  --turns: lines on the input say
- * what to do next, so that another program's rounds can lie between: "case NAME" makes its operands ready, "round" times
- * one round of them, "end" gives them back; each is answered by one line.  A case that fails has a line with the reason, and the next one is tried; the
- * program then ends with 1.  host_us: what the call of a launch costs the CPU, with the GPU idle before.  mhz: the
- * multiprocessors' clock right behind the last launch of a round.
- * peer_gpu.py times the same cases in PyTorch, under the same names. */
+ * Prints one JSON object per line: first the device, then for each case the bytes that must move (each operand read once,
+ * each result written once) and the median time of a launch.  A round is as many launches as fill --ms, between two events.
+ * Launches use several sets of operands in turn, so that no operand is in the L2 cache.  The shapes are those of GPT-2 124M
+ * with 64 sequences of 1024 tokens.
+ *
+ * --tiny selects the smallest sizes that take the same path, for the model GPU.  --describe prints only the line of the
+ * device.  --list prints the names of all cases, with their groups.  With --turns, lines on the input say what to do next,
+ * so that another program's rounds can take turns with these: "case NAME" prepares its operands, "round" times one round of
+ * them, and "end" frees them.  Each is answered by one line.  A case that fails prints a line with the reason, and the next
+ * one is tried.  The program then exits with 1.
+ *
+ * host_us is the CPU time of the call of a launch, with the GPU idle before.  mhz is the multiprocessors' clock right after
+ * the last launch of a round.  peer_gpu.py times the same cases in PyTorch, under the same names. */
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <algorithm>

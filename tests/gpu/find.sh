@@ -1,5 +1,5 @@
 #!/bin/sh
-# find.sh WHAT - what CUDA has here.  Prints, or prints nothing and fails:
+# find.sh WHAT - finds the CUDA compiler and the GPU of this machine.  It prints the answer, or prints nothing and fails:
 #   nvcc      the compiler: $NVCC if that is set, else of $CUDA_HOME, PATH, pkg-config or /usr/local/cuda
 #   release   its release: 13.0
 #   archs     the architectures it can build from Turing on, the first that is supported: 75 80 ... 121

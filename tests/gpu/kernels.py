@@ -1,6 +1,6 @@
-"""The kernels' times: bench_gpu and PyTorch (peer_gpu.py) in turn, round by round.
+"""Times the kernels: bench_gpu and PyTorch (peer_gpu.py) in turn, round by round.
 
-For run.py: measure() times a group of cases, bars() rates them, show() prints them.
+run.py uses it: measure() times a group of cases, bars() rates them, and show() prints them.
 """
 import collections
 import os

@@ -1,8 +1,9 @@
-"""What bench_data.cu measures of the loader, in PyTorch: copies from pinned and pageable memory, DataLoader with pin_memory.
+"""Measures in PyTorch what bench_data.cu measures of the loader: copies from pinned and pageable memory, DataLoader with
+pin_memory.
 
     python tests/gpu/peer_data.py [--device cuda] [--tiny]
 
-Prints JSON lines; run.py calls it.
+Prints JSON lines.  run.py calls it.
 """
 import argparse
 import json

@@ -1,11 +1,11 @@
-"""The cases of bench_gpu.cu in PyTorch, eager and by torch.compile, under the same names.
+"""Times the cases of bench_gpu.cu in PyTorch, eager and by torch.compile, under the same names.
 
     python tests/gpu/peer_gpu.py [--device cuda] [--ms 20] [--tiny]
 
-Prints JSON lines: first the versions, then what the lines on its input ask for, as bench_gpu --turns does, so that rounds of
-both lie in turn: "list" names the cases and the modes of each, "case MODE NAME" makes the operands ready (or says why it is
-skipped), "round" times one round of them, "end" gives them back.  Modes are eager, compile, and other ways of a case by
-their names.  Launches go round several sets of operands, as in bench_gpu.cu.  run.py calls it.
+Prints JSON lines: first the versions, then the answers to the lines on its input, as bench_gpu --turns does, so that the
+rounds of both take turns.  "list" names the cases and the modes of each.  "case MODE NAME" prepares the operands, or says
+why the case is skipped.  "round" times one round of them, and "end" frees them.  Modes are eager, compile, and other ways
+of a case by their names.  Launches use several sets of operands in turn, as in bench_gpu.cu.  run.py calls it.
 """
 import argparse
 import ctypes

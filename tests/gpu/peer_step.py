@@ -1,10 +1,11 @@
-"""Trains the GPT-2 that train_gpt starts from in PyTorch, as nanoGPT does, on the same tokens; step.py calls it.
+"""Trains train_gpt's GPT-2 in PyTorch, as nanoGPT does, from the same weights on the same tokens.
 
     echo RUN | python tests/gpu/peer_step.py --tokens tokens.bin --init init.safetensors --heads 12 --seq 1024
 
-Each line of its input is a RUN: precision:mode:batch:steps[:profile], as bf16:compile:64:100.  Prints JSON lines: the versions, then per run the
-losses, tokens per second of the steps after --warm, peak memory, between which times it trained, and with `profile` where
-the GPU's time goes.  Fused causal attention, fused AdamW, autocast (GradScaler for fp16), gradients clipped to norm 1.
+step.py calls it.  Each line of its input is a RUN: precision:mode:batch:steps[:profile], as bf16:compile:64:100.  It prints
+JSON lines: the versions, then for each run the losses, the tokens per second of the steps after --warm, the peak memory,
+and the times between which it trained.  With `profile`, it also prints where the GPU's time goes.  It uses fused causal
+attention, fused AdamW, and autocast (GradScaler for fp16), and clips gradients to norm 1.
 """
 import argparse
 import json

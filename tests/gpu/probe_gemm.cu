@@ -1,12 +1,13 @@
-/* probe_gemm.cu - what cuBLASLt's heuristic names for the products of a GPT-2 step, by what it is asked, and how long each takes.
+/* probe_gemm.cu - prints which algorithms cuBLASLt's heuristic names for the products of a GPT-2 step, and times them.
  *
  *     probe_gemm [--tiny]
  *
- * Asked are algorithms whose partial sums are fp32 ("fp32 sums": what amp_cuda.cu asks) and of any kind ("any sums"), with 32
- * and with 1 MiB of workspace, and further candidates of the first.  All ways of a product are timed in turn, round by round,
- * on random numbers, so that a change of the clock falls on all alike.  Prints JSON lines: first the device, then per product
- * each way that the heuristic names first, and the fastest of all, with the algorithm's configuration, the median time and the
- * clock behind the last round.  --tiny: the smallest sizes, for the model GPU. */
+ * The heuristic is asked for algorithms whose partial sums are fp32 ("fp32 sums", as amp_cuda.cu asks) and of any kind
+ * ("any sums"), with 32 MiB and with 1 MiB of workspace, and for further candidates of the first kind.  All ways of a
+ * product are timed in turn, round by round, on random numbers, so that a change of the clock affects all alike.  Prints
+ * JSON lines: first the device, then for each product each way that the heuristic names first, and the fastest of all, with
+ * the algorithm's configuration, the median time and the clock after the last round.  --tiny selects the smallest sizes,
+ * for the model GPU. */
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <algorithm>

@@ -1,13 +1,13 @@
-/* resources.cpp - what each kernel of an object file of nvcc needs, read from its machine code.
+/* resources.cpp - prints what each kernel of an object file of nvcc needs, read from its machine code.
  *
  *     nvcc -gencode arch=compute_90,code=sm_90 --no-compress -c amp_cuda.cu -o amp_cuda_sm90.o
  *     resources amp_cuda_sm90.o                           one line per kernel, sorted by name
- *     resources amp_cuda_sm90.o resources.txt wide.txt    "topic kernel: text" for whatever is not as it should be
+ *     resources amp_cuda_sm90.o resources.txt wide.txt    "topic kernel: text" for each thing that is not as it should be
  *
- * The object holds an ELF file of the GPU as it is (hence --no-compress).  There, kernel K is section .text.K, its
- * registers and stack are attributes in .nv.info, its static shared memory the size of .nv.shared.K, of which sm_90
- * keeps 1 KiB for itself.  An instruction has 16 bytes; its lowest 12 bits say what it does and, for loads and stores,
- * bits 73 to 75 how wide it is.  These numbers are those of sm_90 alone. */
+ * The object contains the ELF file of the GPU without compression (hence --no-compress).  In it, kernel K is section
+ * .text.K, its registers and stack are attributes in .nv.info, and its static shared memory is the size of .nv.shared.K, of
+ * which sm_90 keeps 1 KiB for itself.  An instruction has 16 bytes.  Its lowest 12 bits say what it does.  In loads and
+ * stores, bits 73 to 75 say how wide it is.  These numbers are those of sm_90 alone. */
 #include <algorithm>
 #include <cxxabi.h>
 #include <elf.h>

@@ -1,18 +1,22 @@
-"""Tests the CUDA backend on the GPU, times it beside PyTorch and writes medians and a verdict per bar as one JSON file.
+"""Tests the CUDA backend on the GPU, times it beside PyTorch, and writes medians and a verdict per bar as one JSON file.
 
     python3 tests/gpu/run.py [--rows "attention kernels:norms step:*"] [--bin build/gpu] [--seconds 575] [--results FOLDER]
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
     python3 tests/gpu/run.py --list
 
-`make gpu` calls it.  It works through PLAN row by row, in the order in which a row helps most on a GPU that is there for
-minutes; --list prints it.  --rows chooses some of them: by name, by what stands before the colon, or by a pattern with *;
-their order stays.  Each row has a time of its own, and one deadline holds for everything, building included: a row that has
-too little time left is said to be not measured, and shorter ones that come later are still tried.  Results are saved after
-each row, and after each case of a row, so that a run that is cut off keeps what it has.  A day's rows on one GPU share a
-file; for each it holds the hashes of the sources that were measured.  Rows of tests run beside one another; rows of timings
-run alone, and the backend's rounds and PyTorch's lie in turn, so that a change of the clock falls on both alike.  PEER_TORCH
-names the Python that has PyTorch; without it this one is tried.  --rehearse: programs built for the model GPU, the smallest
-sizes, PyTorch on CPU tensors; the file then lies below build/, and no number in it says anything.
+`make gpu` calls it.  It works through PLAN row by row.  The order is that in which a row helps most if the GPU is available
+only for minutes, and --list prints it.  --rows chooses some of the rows: by name, by the part before the colon, or by a
+pattern with *.  Their order does not change.
+
+Each row has its own time limit, and one deadline holds for everything, building included.  A row that has too little time
+left is reported as not measured, and shorter rows that follow are still tried.  Results are saved after each row, and after
+each case of a row, so that an interrupted run keeps its results.  The rows of one day on one GPU share a file.  For each
+row, it has the hashes of the sources that were measured.  Rows of tests run side by side, and rows of timings run alone.
+The rounds of the backend and of PyTorch take turns, so that a change of the clock affects both alike.
+
+PEER_TORCH names the Python that has PyTorch.  Without it, this Python is tried.  --rehearse uses programs built for the
+model GPU, the smallest sizes, and PyTorch on CPU tensors.  The file is then written below build/, and its numbers mean
+nothing.
 """
 import argparse
 import collections

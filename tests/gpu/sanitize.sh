@@ -1,7 +1,7 @@
 #!/bin/sh
-# sanitize.sh - tests of the CUDA backend under compute-sanitizer: SANITIZE="TOOL PROGRAM FILTER", the tests of that program
-# whose names hold FILTER, in SANITIZE_SECONDS.  GPU_BIN: where the programs are.  The tool is looked for in PATH and beside
-# nvcc.  What it found before its time was over counts too.
+# sanitize.sh - runs tests of the CUDA backend under compute-sanitizer.  SANITIZE="TOOL PROGRAM FILTER" selects the tool,
+# the program, and the tests whose names contain FILTER.  SANITIZE_SECONDS is the time limit.  Errors that were found before
+# the limit count too.  GPU_BIN is the folder of the programs.  The tool is searched in PATH and beside nvcc.
 . tests/lib.sh
 bin=${GPU_BIN:-build/gpu} limit=${SANITIZE_SECONDS:-100}
 nvcc=$(sh tests/gpu/find.sh nvcc) && PATH=$PATH:$(dirname "$nvcc"):$(dirname "$nvcc")/../compute-sanitizer

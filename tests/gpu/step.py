@@ -1,9 +1,9 @@
-"""Whole training steps: train_gpt on the GPU beside PyTorch (peer_step.py), from the same weights on the same tokens.
+"""Times whole training steps: train_gpt on the GPU beside PyTorch (peer_step.py), from the same weights on the same tokens.
 
-For run.py: Steps does one row at a time and puts it into the results, bars() rates them, show() prints them.  Model FLOPs utilisation
-(MFU) is tokens per second times FLOP per token over the GPU's dense bf16 rate, whatever the precision;
-FLOP per token = 6 N + 12 L C T for N parameters, L layers, C channels and T tokens in a sequence, as PaLM (appendix B) and
-nanoGPT count: attention as if it were not causal, and nothing of what is recomputed.
+run.py uses it: Steps measures one row at a time and adds it to the results, bars() rates the rows, and show() prints them.
+Model FLOPs utilisation (MFU) is tokens per second times FLOP per token over the GPU's dense bf16 rate, for every precision.
+FLOP per token is 6 N + 12 L C T for N parameters, L layers, C channels and T tokens in a sequence, as PaLM (appendix B) and
+nanoGPT count.  That counts attention as if it were not causal, and does not count what is recomputed.
 """
 import array
 import collections

@@ -1,10 +1,10 @@
-/* t_models.cu - what the CUDA backend and its model on the CPU take from the hardware, over all inputs.
+/* t_models.cu - tests what the CUDA backend and its model on the CPU assume of the hardware, over all inputs.
  *
- * Conversions: the GPU's casts against amp.h's on the CPU, which the model uses, for every fp32 pattern to fp16, bf16
- * (one by one and in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  Approximate functions: their errors
- * against fp64 on the GPU.  Tensor cores: the fragments of mma, ldmatrix and cp.async.
- * cuBLASLt: each line of cublas_rules.h is confirmed or struck.
- * With GPU_MODEL=1 in the environment, for the model GPU, a sample of the patterns. */
+ * Conversions are compared with amp.h's on the CPU, which the model uses: every fp32 pattern to fp16, bf16 (one by one and
+ * in pairs), TF32, e4m3 and e5m2, and every pattern of these back.  For approximate functions, the errors on the GPU
+ * against fp64 are measured.  For tensor cores, the fragments of mma, ldmatrix and cp.async are tested.  For cuBLASLt, each
+ * line of cublas_rules.h is confirmed or disproved.  With GPU_MODEL=1 in the environment, a sample of the patterns is
+ * tested, for the model GPU. */
 #include <cuda_runtime.h>
 #include <math.h>
 #include <stdio.h>

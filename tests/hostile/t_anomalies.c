@@ -1,7 +1,8 @@
-/* Anomalies: every allocation, file call, thread and clock reading that amp.h asks its host for fails in turn, in every
- * public function and in a short training.  After each failure the result is the right one, the last-error text says
- * what and where, outputs and objects are as they were, the same call works, and in the end all bits are those of a run
- * without failures, and nothing is left over.
+/* t_anomalies.c - makes every call to the system fail in turn, in every public function and in a short training.  These
+ * calls are the allocations, file calls, threads and clock readings of amp.h.  After each failure, the function must return
+ * the right result, and the last-error text must say what failed and where.  Outputs and objects must be unchanged, and the
+ * same call must succeed when it is repeated.  At the end, all bits must be those of a run without failures, and no
+ * resource may be left.
  *
  *     t_anomalies                      some of the calls, in a few seconds
  *     t_anomalies --all --record FILE  every call of every kind in every style; counts go to FILE as JSON

@@ -1,9 +1,9 @@
-/* t_corruption.c - damaged checkpoints: every byte, every length, every record.
+/* t_corruption.c - damages a checkpoint in every byte, length and record, and checks that loading rejects it.
  *
- * The checkpoint is that of a small run of the example trainer in the middle of an accumulation cycle: weights, masters,
- * moments, gradients, scaler, loader, random numbers, options.  Whatever is wrong with it, it is refused, the text says
- * which file and which part, and what it would have been loaded into is as it was, bit for bit.  The blobs of a state with
- * every dtype are in t_state.c, files of amp_tune in t_care.c. */
+ * The checkpoint is that of a small run of the example trainer in the middle of an accumulation cycle: weights, master
+ * weights, moments, gradients, scaler, loader, random numbers, options.  Every damaged checkpoint must be rejected, with a
+ * text that names the file and the damaged part.  The objects that it would have been loaded into must be unchanged, bit
+ * for bit.  Blobs with every dtype are tested in t_state.c, and files of amp_tune in t_care.c. */
 #define main train_gpt_main
 #include "../examples/train_gpt.c"
 #undef main

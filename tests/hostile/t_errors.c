@@ -1,6 +1,6 @@
-/* t_errors.c - what amp.h says when something is wrong, held against its own text: every result that a comment of the API half
- * promises ("Errors: AMP_ERR_SHAPE") is provoked, and the text names the function that was called and that alone; and every
- * function that writes a text works as snprintf does. */
+/* t_errors.c - provokes every error that a comment of amp.h documents, and checks the error text.  The comments are those
+ * of the API half ("Errors: AMP_ERR_SHAPE").  The text must name the function that was called, and no other function.
+ * Every function that writes a text must work as snprintf does. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

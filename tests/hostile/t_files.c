@@ -1,5 +1,5 @@
-/* Files as a host meets them: pipes and devices, names that others know, permissions, several writers at once, a limit on
- * their size, closed standard descriptors, and processes that fork. */
+/* t_files.c - tests unusual files: pipes, devices, links, permissions, several writers at once, and limits on file size.
+ * It also tests programs that closed their standard descriptors, and processes that fork. */
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE 1         /* mkdtemp, setrlimit */
 #endif

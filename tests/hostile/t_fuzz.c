@@ -1,5 +1,5 @@
-/* t_fuzz.c - the fuzzers' seeds without libFuzzer: each as it is, cut at every byte, and with bytes and numbers changed.
- * What once broke something lies among them as found_*. */
+/* t_fuzz.c - runs the fuzzers' seeds without libFuzzer: unchanged, cut at every byte, and with changed bytes and numbers.
+ * Inputs that once caused a failure are among the seeds as found_*. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #define AMPT_REPLAY

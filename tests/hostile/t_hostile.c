@@ -1,6 +1,6 @@
-/* t_hostile.c - data that nobody expects, through the public functions: NaN payloads, subnormals and -0, norms at both ends
- * of the range, tensors of size zero and of 2^31 + 1 elements, scales at both ends, labels out of range, lengths of zero,
- * and strides that overlap. */
+/* t_hostile.c - tests the public functions with extreme and invalid inputs.  These are NaN payloads, subnormal numbers and
+ * -0, norms at both ends of the range, tensors of size zero and of 2^31 + 1 elements, scales at both ends, labels out of
+ * range, lengths of zero, and strides that overlap. */
 #if !defined(_GNU_SOURCE)
 #define _GNU_SOURCE 1               /* MAP_ANONYMOUS */
 #endif

@@ -1,7 +1,7 @@
-/* t_refusals.c - every operator, forward and backward, with one argument spoiled at a time: it is refused with the right
- * result and by the field's name, no byte of any buffer changes, and the same call works once it is mended.  The other
- * functions with nothing where something must be.  And every operator whose kernel fails: its error comes through, and the
- * next call works. */
+/* t_refusals.c - calls every operator, forward and backward, with one invalid argument at a time.  The call must return the
+ * right result and name the field, and no byte of any buffer may change.  The same call must work when the argument is
+ * corrected.  The other functions are called with NULL or 0 where a value is required.  Every operator is also run with a
+ * failing kernel: it must return the kernel's error, and the next call must work. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

@@ -1,7 +1,7 @@
-/* t_traps.c - the known traps of loss scaling and of weights in few bits, and what C programs that adopt mixed precision
- * turned out to need, each with the tests that hold it: those of other files, and, where there was none, one here.
- * tests/house.sh checks that every test named here exists and runs.  All of them also run with an amp.h of
- * -Ofast, and linked so.
+/* t_traps.c - tests the known traps of loss scaling and of weights in few bits, and lists the test of each trap.
+ * The table also has the needs of C programs that adopt mixed precision.  Most tests are in other files, and this file has
+ * those that no other file had.  tests/house.sh checks that every test named here exists and runs.  All of them also run
+ * with an amp.h that is compiled with -Ofast, and linked so.
  *
  *   Rounding and formats
  *     NaN becomes 0 where random bits are added    t_traps.nan_survives_stochastic_rounding t_numbers.stochastic_special
@@ -24,7 +24,7 @@
  *     its inverse is subnormal, which is 0 where   t_traps.no_step_at_an_unusable_scale t_scaler.settings_are_checked
  *       subnormal numbers are flushed              t_traps.the_largest_scale_is_exact
  *     alternating overflows are forgiven for ever  t_scaler.rate_rule_ends_livelock t_scaler.presets_behave_as_compared
- *     an overflow in the very step that would grow t_traps.an_overflow_when_growth_is_due
+ *     an overflow in the step that would grow it   t_traps.an_overflow_when_growth_is_due
  *     one with hysteresis left just before growth  t_scaler.hysteresis_is_refilled_on_growth
  *                                                  t_traps.an_overflow_when_growth_is_due
  *     an interval of n grows after n + 1 updates   t_scaler.presets_behave_as_compared t_scaler.presets_follow_their_rules
@@ -35,7 +35,7 @@
  *   Steps
  *     a skipped step counts, or corrects the bias  t_optimizer.a_skip_leaves_everything_bit_for_bit
  *                                                  t_optimizer.a_skip_leaves_no_trace
- *     nobody knows whether a step was skipped      t_optimizer.outcomes_come_at_a_fixed_lag
+ *     it is not known whether a step was skipped   t_optimizer.outcomes_come_at_a_fixed_lag
  *     clipping sees scaled gradients               t_traps.clipping_sees_unscaled_gradients t_scaler.apply_and_rescale
  *                                                  t_scaler.check_finds_the_first_bad_range_and_the_norm
  *     squares of finite gradients overflow fp32    t_traps.what_a_check_reports

@@ -1,9 +1,11 @@
 #!/bin/sh
-# cuda.sh [NAME...] - each mutant of cuda.txt, or those named, must be caught on the model GPU: the test program it names
-# fails, crashes or does not end.  amp_cuda.cu is compiled once, with all of them in it; $AMP_MUTANT chooses one.  First
-# every test that is needed must pass without any.  Without names the results go to build/mutants_cuda.json.
+# cuda.sh [NAME...] - checks on the model GPU that the tests catch each mutant of amp_cuda.cu in cuda.txt.  A mutant is a
+# small change of the code.  It is caught if the test program that cuda.txt names for it fails, crashes or does not end.
+# With names, only those mutants are tested.  amp_cuda.cu is compiled once with all mutants in it, and $AMP_MUTANT selects
+# one.  Before that, every test that is needed must pass without a mutant.  Without names, the results are written to
+# build/mutants_cuda.json.
 #
-# CXX, OMP, MODEL (the model's objects and amp.o): as in the Makefile.
+# CXX, OMP and MODEL (the model's objects and amp.o) are as in the Makefile.
 . tests/lib.sh
 cxx=${CXX:-g++}
 flags="-std=c++17 -O0 -w -I. -Itests/cuda -Itests/cuda/include"

@@ -1,10 +1,11 @@
 #!/bin/sh
-# run.sh [NAME...] - each mutant of mutants.txt, or those named, must be caught: amp.h with that change still compiles, and
-# the test program it names fails, crashes or does not end.  First every test that is needed must pass on amp.h as it is,
-# built in the same way.  Without names the results go to build/mutants.json.
+# run.sh [NAME...] - checks that the tests catch each mutant of amp.h in mutants.txt.  A mutant is a small change of the
+# code that still compiles.  It is caught if the test program that mutants.txt names for it fails, crashes or does not end.
+# With names, only those mutants are tested.  Before that, every test that is needed must pass on the unchanged amp.h, built
+# in the same way.  Without names, the results are written to build/mutants.json.
 #
-# INSIDE names the tests that bring amp.h themselves; the others share one compilation of it.  clang, where there is one:
-# it compiles this in half the time.  Without OpenMP: mutants are of what the threads compute.
+# INSIDE names the tests that contain amp.h themselves.  The others share one compilation of it.  clang is used where it is
+# installed, because it compiles this in half the time.  OpenMP is off, because the mutants change what the threads compute.
 . tests/lib.sh
 cc=clang
 have clang || cc=${CC:-gcc}

@@ -1,10 +1,11 @@
-"""measure.py - what sim.py is fitted on and checked against: messages, steps of one process, steps of two.
+"""measure.py - measures what sim.py is fitted on and checked against: messages, steps of one process, and steps of two.
 
     python3 tests/sim/measure.py OUT.json [rounds] [steps]
 
-Builds with mpicc into a temporary folder; one thread a process; single and double runs alternate, medians of all steps
-but the first.  The fit sees messages, sums and single steps alone.  Single runs go in pairs that know nothing of each
-other: two ranks of one machine share its memory and caches as they do."""
+It builds with mpicc into a temporary folder, and uses one thread per process.  Single and double runs alternate.  The
+figures are medians of all steps but the first.  The fit uses only messages, sums and single steps.  Single runs are made in
+pairs that do not communicate, because two ranks of one machine share its memory and caches in the same way.
+"""
 import json, os, platform, statistics, subprocess, sys, tempfile, time
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,9 +1,9 @@
-/* pingpong.c - what the model of a step is fitted on: messages between two processes, and the sum of two arrays.
+/* pingpong.c - measures what the model in sim.py is fitted on: messages between two processes, and the sum of two arrays.
  *
  *     mpicc -O2 tests/sim/pingpong.c -o pingpong && mpirun -np 2 ./pingpong
  *
- * Lines of "bytes seconds", one way, medians; the last line is "add seconds", a byte.  Messages and sums walk through
- * memory that no cache holds: gradients were written long before they are sent. */
+ * Prints lines of "bytes seconds", in one direction, as medians.  The last line is "add seconds", per byte.  Messages and
+ * sums use memory that is in no cache, because gradients are written long before they are sent. */
 #include <mpi.h>
 #include <stdio.h>
 #include <stdlib.h>

@@ -1,14 +1,17 @@
-"""sim.py - a discrete-event model of one data-parallel training step, and what it says of worlds nobody here has.
+"""sim.py - simulates one data-parallel training step by discrete events, to predict numbers of ranks that were not
+measured.
 
     python3 tests/sim/sim.py check FILE.json     predictions beside measured steps of two processes (measure.py wrote it)
     python3 tests/sim/sim.py table               tests/sim/table.md: weak and strong scaling, and loose coupling
 
-Every figure that comes out of it is simulated.  Python's standard library alone.
+Every figure that it prints is simulated.  It needs only Python's standard library.
 
-Events: a rank's forward ends; each of its layers' backward ends, last layer first; a bucket is reduced.  A rank's
-gradients lie in buckets in the order in which backward finishes them.  A bucket's reduction begins when all ranks have
-it and the link is free, so the slowest rank holds up all, and lasts what the link model says.  Without overlap all
-reductions wait for the end of backward.  The optimizer runs when the last one has ended."""
+There are three kinds of events: a rank's forward ends, the backward of one of its layers ends (last layer first), and a
+bucket is reduced.  A rank's gradients are in buckets in the order in which backward finishes them.  A bucket's reduction
+begins when all ranks have it and the link is free.  Therefore the slowest rank delays all ranks.  The link model says how
+long a reduction takes.  Without overlap, all reductions wait for the end of backward.  The optimizer runs when the last one
+has ended.
+"""
 import glob, heapq, json, math, os, random, sys
 
 # ---- Links: seconds that the sum of n bytes over all ranks takes

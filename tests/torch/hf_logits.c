@@ -1,10 +1,11 @@
-/* hf_logits.c - the C side of tests/torch/oracle/hf_roundtrip.py: logits of a checkpoint, and the file written again.
+/* hf_logits.c - the C half of tests/torch/oracle/hf_roundtrip.py: it computes the logits of a checkpoint and writes the
+ * file again.
  *
  *     hf_logits MODEL.safetensors BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *     hf_logits llama:MODEL.safetensors BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *     hf_logits init:VOCAB,POSITIONS,CHANNELS,HEADS,LAYERS BATCH SEQ SEED OUT.bin [SAVE_FOLDER]
  *
- * The tokens are the integers of stream 1000 of SEED (golden.h); OUT.bin gets the logits as fp32. */
+ * The tokens are the integers of stream 1000 of SEED (golden.h).  The logits are written to OUT.bin as fp32. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/gpt_files.h"

@@ -1,10 +1,10 @@
-/* t_differential.c - replays a corpus of random programs, each call beside what PyTorch made of it: scaler calls in all
- * orders, presets side by side, autocast regions in several threads.
+/* t_differential.c - replays a corpus of random programs and compares each call with PyTorch's result.  The programs are
+ * scaler calls in all orders, presets side by side, and autocast regions in several threads.
  *
  *     gcc -O2 -Itests tests/torch/t_differential.c -o t_differential -lm -lpthread && ./t_differential [CORPUS]
  *
- * tests/torch/oracle/fuzz_logic.py writes corpora, and says there what amp.h does otherwise than PyTorch.  Without an argument:
- * the small one in tests/torch/golden; `make differential` makes a large one. */
+ * tests/torch/oracle/fuzz_logic.py writes corpora.  Its head says where amp.h differs from PyTorch on purpose.  Without an
+ * argument, the small corpus in tests/torch/golden is replayed.  `make differential` makes a large one. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "golden.h"

@@ -1,11 +1,12 @@
-/* t_differential_tape.c - random graphs of up to 60 nodes on the tape: beside PyTorch, and under a failing allocator.
+/* t_differential_tape.c - compares random graphs of up to 60 nodes on the tape with PyTorch, and runs them with a failing
+ * allocator.
  *
  *     t_differential_tape                    100 graphs under an allocator whose n-th call fails, for every n
- *     t_differential_tape --graphs 2000      so many
- *     t_differential_tape --dump FIRST N     graphs FIRST to FIRST + N - 1 with their gradients, on the standard output
+ *     t_differential_tape --graphs 2000      the same with 2000 graphs
+ *     t_differential_tape --dump FIRST N     prints graphs FIRST to FIRST + N - 1 with their gradients
  *
- * tests/torch/differential/tape.py runs the last, builds each graph again in torch.autograd, and compares.  A graph is a list
- * of operators on matrices of ROWS rows and 8 or 12 columns; both sides read it from the same numbers. */
+ * tests/torch/differential/tape.py runs the last form, builds each graph again in torch.autograd, and compares.  A graph is
+ * a list of operators on matrices of ROWS rows and 8 or 12 columns.  Both sides read it from the same numbers. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

@@ -1,23 +1,25 @@
-/* t_differential_tensors.c - random tensors through the operators, the scaler's check and the optimizers, beside PyTorch.
+/* t_differential_tensors.c - compares operators, the scaler's check and the optimizers with PyTorch on random tensors.
  *
  *     t_differential_tensors [corpus]        default: tests/torch/golden/fuzz_tensors.bin
  *
- * tests/torch/oracle/fuzz_tensors.py wrote the corpus: cases with 16 seeds each, and what PyTorch made of them; its head says
- * what is compared, and what PyTorch leaves undefined.  Inputs are made again from the same random numbers.  A reference
- * in fp64, written here, must agree with PyTorch's fp64 run through a random projection; the errors of amp.h to it, on
- * every path of this CPU, are then measured element by element.
+ * tests/torch/oracle/fuzz_tensors.py wrote the corpus.  It has cases with 16 seeds each, and PyTorch's results.  The head
+ * of that script says what is compared, and what PyTorch leaves undefined.  Inputs are made again from the same random
+ * numbers.  A reference in fp64, written here, must agree with PyTorch's fp64 run through a random projection.  The errors
+ * of amp.h against that reference are then measured element by element, on every path of this CPU.
  *
- * The bar, per output: the root mean square over the seeds of the relative error (golden.h) may be 1.2 times the sum of
- *   - PyTorch's own error, when it stores everything in the case's dtype; or the error of the fp64 result rounded once to
- *     the output's dtype (of gradients, which may cancel: of all gradients of that dtype), if that is larger, as nobody can
- *     be asked to undercut it;
- *   - the largest error over the seeds of the textbook formula with every operation rounded to fp32, which leaves sums in
- *     another order their chance in fp32, and is nothing beside 16-bit rounding;
- * with the chance of a finite sample: the root mean square of n errors scatters by 1 / (2 sqrt n), the ratio of two by
- * 0.7 / sqrt n, and four times that is allowed: much where a case has few errors, as with one key, whose gradient PyTorch
- * finds to be exactly 0 on some processors; and of gradients, fp32's unit roundoff is no error.  Over all cases of a
- * family, dtype and region together, the 16-bit errors may be 1.2 times PyTorch's without any such allowance.
- * Where PyTorch's own error is above 1/2 no digit is right, and nothing is compared. */
+ * The bar is per output.  The root mean square over the seeds of the relative error (golden.h) may be 1.2 times the sum of
+ * two terms:
+ *   - PyTorch's own error, when it stores everything in the case's dtype.  If it is larger, the error of the fp64 result
+ *     rounded once to the output's dtype is used instead, because no implementation can be better.  For gradients, which
+ *     may cancel, that is the error of all gradients of that dtype.
+ *   - The largest error over the seeds of the textbook formula with every operation rounded to fp32.  This allows fp32 sums
+ *     in another order, and is negligible compared with 16-bit rounding.
+ *
+ * A finite sample adds an allowance.  The root mean square of n errors scatters by 1 / (2 sqrt n), and the ratio of two by
+ * 0.7 / sqrt n.  Four times that is allowed.  This is much where a case has few errors, as with one key, whose gradient
+ * PyTorch computes as exactly 0 on some processors.  In gradients, fp32's unit roundoff is not counted as an error.  Over
+ * all cases of a family, dtype and region together, the 16-bit errors may be 1.2 times PyTorch's without any such
+ * allowance.  Where PyTorch's own error is above 1/2, no digit is right, and nothing is compared. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

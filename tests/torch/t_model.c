@@ -1,6 +1,6 @@
-/* t_model.c - whole models against PyTorch: GPT-2 as Hugging Face defines it (examples/gpt.h), Llama on
- * the tape (examples/llama.h), and a bidirectional encoder with padding, built here from the operators.  Golden data:
- * tests/torch/oracle/gpt2.py, llama.py, encoder.py, hf_configs.py. */
+/* t_model.c - compares whole models with PyTorch: GPT-2, Llama, and an encoder with padding.  GPT-2 is examples/gpt.h, as
+ * Hugging Face defines it.  Llama is examples/llama.h, on the tape.  The bidirectional encoder is built here from the
+ * operators.  The golden data comes from tests/torch/oracle/gpt2.py, llama.py, encoder.py and hf_configs.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/gpt_files.h"

@@ -1,6 +1,6 @@
-/* inside.c - the tests that look inside amp.h, compiled with one amp.h for all of them: build/t_gemm and the others are
- * names of one program (inside_main.c), which runs the tests of the file it is called by.  So a name at file scope is of
- * one of these files only.  Each compiles alone, too. */
+/* inside.c - the tests that use internal functions of amp.h, compiled together with one amp.h.  build/t_gemm and the others
+ * are names of one program (inside_main.c).  It runs the tests of the file whose name it is called by.  Therefore a name at
+ * file scope may be used in only one of these files.  Each file also compiles alone. */
 #define _GNU_SOURCE
 #define AMP_IMPLEMENTATION
 #include "../amp.h"

@@ -1,5 +1,5 @@
-/* t_abi.c - a program with a file that was compiled against another amp.h: what refuses to work with it, and what works all
- * the same because its structs keep their layout for ever.  tests/abi.sh has real files, compilers and linkers. */
+/* t_abi.c - tests a program that has a file compiled against a different amp.h.  Most calls must return an error.  Calls
+ * whose structs never change their layout must still work.  tests/abi.sh tests this with real files, compilers and linkers. */
 #include "../amp.h"
 #include "test.h"
 #include <stddef.h>

@@ -1,5 +1,6 @@
-/* amp_adapt: a layer that fails in low precision is found, and no other; an ordinary model goes low and stays; a budget of 0
- * is fp32; decisions repeat, resume and can be exported.
+/* t_adapt.c - tests amp_adapt, which finds the layers that fail in low precision.  It must find the failing layer and no
+ * other.  An ordinary model must change to low precision and stay there.  A budget of 0 means fp32.  Decisions must be
+ * reproducible, must survive saving and loading, and can be exported.
  *
  *     gcc -O2 -Itests tests/unit/t_adapt.c -o t_adapt -lm -lpthread && ./t_adapt      (from the project root) */
 #define AMP_IMPLEMENTATION

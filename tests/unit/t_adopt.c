@@ -1,5 +1,5 @@
-/* t_adopt.c - what a program with its own training loop takes: the scaler over plain arrays, its own found_inf, amp_gemm
- * everywhere, and everything from the environment or not at all.
+/* t_adopt.c - tests the functions that a program with its own training loop uses.  These are the scaler over plain arrays,
+ * a found_inf that the program computes itself, amp_gemm without a region, and settings from the environment.
  *
  *     gcc -O2 -Itests tests/unit/t_adopt.c -o t_adopt -lm -lpthread && ./t_adopt      (from the project root) */
 #if !defined(_GNU_SOURCE)

@@ -1,10 +1,10 @@
-/* Vector math, attention and softmax of the CPU backend against fp64 references written here, on every path of
-   this CPU.
-
-   Bounds are derived, not chosen: the reference carries, beside each exact value, how far rounding may have moved
-   it.  U = 2^-24 is the relative error of one fp32 operation, a sum of n terms adds n U times the sum of magnitudes,
-   exp is promised to 1.03 ulp, which is less than 2.5 U, rounding to a compute or storage format adds half an ulp
-   of it. */
+/* t_attention.c - compares vector math, attention and softmax of the CPU backend with fp64 references, on every path of
+ * this CPU.
+ *
+ * The references are written here, and the bounds are derived from them.  Beside each exact value, the reference carries
+ * how far rounding may have moved it.  U = 2^-24 is the relative error of one fp32 operation.  A sum of n terms adds n U
+ * times the sum of magnitudes.  exp is documented to be within 1.03 ulp, which is less than 2.5 U.  Rounding to a compute
+ * or storage format adds half an ulp of it. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "parallel.h"

@@ -1,5 +1,5 @@
-/* t_autocast.c - which dtype operators compute in: against PyTorch's tables, regions, threads, overrides, plans, and
- * the cast cache.  Golden data: tests/torch/oracle/autocast.py. */
+/* t_autocast.c - tests which dtype operators compute in.  It compares them with PyTorch's tables, and tests regions,
+ * threads, overrides, plans, and the cast cache.  The golden data comes from tests/torch/oracle/autocast.py. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "golden.h"

@@ -1,5 +1,5 @@
-/* Advice, tuning and recovery: what is chosen and why, what is timed in which order, and that a training that was
- * restored goes on bit for bit as one that began there.
+/* t_care.c - tests advice, tuning and recovery: the choices with their reasons, the order of timings, and restored
+ * trainings.  A training that was restored must continue bit for bit like one that began there.
  *
  *     gcc -O2 -Itests tests/unit/t_care.c -o t_care -lm -lpthread && ./t_care      (from the project root) */
 #define AMP_IMPLEMENTATION

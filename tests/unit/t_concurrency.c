@@ -1,8 +1,9 @@
-/* t_concurrency.c - threads that meet at the worst moments: the loader and regions under a layer that yields, sleeps and
- * wakes at random around every lock, wait, read and allocation, seed by seed; closing from another thread; what opening
- * and closing a thousand times leaves behind; memory over ten thousand batches.
+/* t_concurrency.c - tests the loader and regions with several threads and random delays at every lock, wait, read and
+ * allocation.  The delays come from a layer around these calls that yields and sleeps at random, from one seed after
+ * another.  Further tests close objects from another thread, open and close a thousand times without leaving anything
+ * behind, and measure memory over ten thousand batches.
  *
- * The layer synchronises nothing itself, so that ThreadSanitizer sees the library's own order only. */
+ * The layer itself synchronises nothing.  Therefore ThreadSanitizer sees only the synchronisation of the library. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <sched.h>

@@ -1,5 +1,5 @@
-/* t_context.c - base, machine and context: every result provoked once, choices and their reasons, settings,
- * memory accounting, the log, parameters, threads. */
+/* t_context.c - tests the base functions, the machine, and the context.  Every result code is provoked once.  Other tests
+ * cover choices and their reasons, settings, memory accounting, the log, parameters and threads. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

@@ -1,5 +1,5 @@
-/* The loader: order, sharding, resume, file formats, failing files and memory, blocked workers, and a device that
-   does everything as late as it may. */
+/* t_data.c - tests the loader: order, sharding, resuming, file formats, failing files and memory, and blocked workers.  It
+ * also runs the loader with a device that does its work as late as is allowed. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

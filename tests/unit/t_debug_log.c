@@ -1,4 +1,5 @@
-/* t_debug_log.c - the log of decisions: each once, with the rule that decided and what the cast cache had. */
+/* t_debug_log.c - tests the log of decisions.  It must have each decision once, with the rule that decided it and whether
+ * the cast cache had the result. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

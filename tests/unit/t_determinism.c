@@ -1,10 +1,11 @@
-/* t_determinism.c - the manual's table SAME BITS, cell by cell: every operator and all that surrounds it computes the
- * same bits in another process, with another number of threads, after a restart from a saved state, and on those CPU
- * paths that the table says agree; where it says that paths differ, they do.  And the same in every floating-point
- * environment of the host's: rounding, subnormal numbers flushed, exceptions that trap, with inputs that raise them all.
+/* t_determinism.c - tests every cell of the manual's table SAME BITS.  Every operator, and the code around it, must compute
+ * the same bits in another process, with another number of threads, after a restart from a saved state, and on the CPU
+ * paths for which the table says so.  Where the table says that paths differ, they must differ.  The same must hold in
+ * every floating-point environment of the program: each rounding mode, subnormal numbers flushed to zero, and exceptions
+ * that trap, with inputs that raise all of them.
  *
- * A trace is a hash of all that each operation writes in each step.  For the traces of other processes this program
- * runs itself: `t_determinism --trace OUT THREADS FIRST LAST LOAD SAVE`, where LOAD and SAVE may be -. */
+ * A trace is a hash of all that each operation writes in each step.  To make traces in other processes, this program runs
+ * itself as `t_determinism --trace OUT THREADS FIRST LAST LOAD SAVE`, where LOAD and SAVE may be -. */
 #define _GNU_SOURCE                 /* feenableexcept */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"

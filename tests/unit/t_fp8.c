@@ -1,4 +1,4 @@
-/* t_fp8.c - linear layers in fp8: operands and scales bit for bit as PyTorch casts them, products held against fp64.
+/* t_fp8.c - tests linear layers in fp8: operands and scales against PyTorch's, bit for bit, and products against fp64.
  *
  *     gcc -O2 -Itests tests/unit/t_fp8.c -o t_fp8 -lm -lpthread && ./t_fp8      (from the project root) */
 #if !defined(_GNU_SOURCE)

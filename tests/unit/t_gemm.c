@@ -1,8 +1,9 @@
-/* t_gemm.c - the CPU backend's matrix products against fp64, on every instruction set this CPU has.
+/* t_gemm.c - compares the CPU backend's matrix products with fp64, on every instruction set that this CPU has.
  *
- * Error bound: a sum of k products of rounded operands, formed in fp32 in any order, differs from the exact one by at
- * most gamma(k) S, S = sum of |a b| and gamma(n) = n u / (1 - n u), u = 2^-24 (Higham, Accuracy and Stability of
- * Numerical Algorithms, 3.1); a few more roundings follow it, and the last one is to the dtype of C. */
+ * The bound of the error is as follows.  A sum of k products of rounded operands, formed in fp32 in any order, differs from
+ * the exact one by at most gamma(k) S, where S is the sum of |a b|, gamma(n) = n u / (1 - n u), and u = 2^-24 (Higham,
+ * Accuracy and Stability of Numerical Algorithms, 3.1).  A few more roundings follow, and the last one is to the dtype of
+ * C. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "parallel.h"

@@ -1,5 +1,5 @@
-/* t_inputs.c - operands of products beyond a 16-bit format's range: counted by product and operand, warned about once, and cut
- * where the region saturates.
+/* t_inputs.c - tests operands of products that are beyond a 16-bit format's range.  They must be counted by product and
+ * operand, and reported once.  In a region that saturates its inputs, they must be cut to the range.
  *
  *     gcc -O2 -Itests tests/unit/t_inputs.c -o t_inputs -lm -lpthread && ./t_inputs      (from the project root) */
 #if !defined(_GNU_SOURCE)

@@ -1,9 +1,9 @@
-/* The bandwidth-bound CPU kernels against fp64 references written here, on every path of this CPU.
-
-   Bounds are derived, not chosen: U = 2^-24 is the relative error of one fp32 operation, and each check counts the
-   operations between input and output; a sum of n terms in L lanes makes an error of at most (n / L + log2 L) U times
-   the sum of magnitudes.  Exponentials, tanh and erf are promised to 2 ulp, which is 4 U.  Storing adds half an ulp of
-   the storage format. */
+/* t_kernels.c - compares the bandwidth-bound CPU kernels with fp64 references, on every path of this CPU.
+ *
+ * The references are written here, and the bounds are derived.  U = 2^-24 is the relative error of one fp32 operation, and
+ * each check counts the operations between input and output.  A sum of n terms in L lanes has an error of at most (n / L +
+ * log2 L) U times the sum of magnitudes.  Exponentials, tanh and erf are documented to be within 2 ulp, which is 4 U.
+ * Storing adds half an ulp of the storage format. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "golden.h"

@@ -1,6 +1,7 @@
-/* t_lean.c - amp.h in parts: training works without the parts that are left out, and what needed them is refused by name.
- * Without the scaler's surroundings, as the manual's smallest command has it; with other macros on the command line,
- * without those alone (tests/compile.sh). */
+/* t_lean.c - tests amp.h without some of its parts: training must work, and calls that need a missing part must return an
+ * error.  The error must name the missing part.  By default, the macros are those of the manual's smallest command, which
+ * leaves out most of what the loss scaler does not need.  With other macros on the command line, only those parts are left
+ * out (tests/compile.sh). */
 #if !defined(LEAN)
 #  define AMP_NO_OPERATORS
 #  define AMP_NO_RANKS

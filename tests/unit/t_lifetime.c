@@ -1,5 +1,6 @@
-/* t_lifetime.c - what belongs to whom and for how long: parameters and their ids, regions and the threads they are open on,
- * objects and the context that they were created from; and that nothing of the host's runs under a lock. */
+/* t_lifetime.c - tests the lifetime of parameters, regions, objects and contexts.  It tests parameters and their ids,
+ * regions and the threads in which they are open, and objects and the context that created them.  It also checks that the
+ * library never calls a function of the program while it holds a lock. */
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <setjmp.h>

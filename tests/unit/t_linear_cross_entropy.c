@@ -1,5 +1,5 @@
-/* t_linear_cross_entropy.c - the product of the logits and their loss in one, in chunks of rows: held against the two
- * operators, and against PyTorch.
+/* t_linear_cross_entropy.c - tests the operator that computes logits and their loss together, in chunks of rows.  It is
+ * compared with the two separate operators, and with PyTorch.
  *
  *     gcc -O2 -Itests tests/unit/t_linear_cross_entropy.c -o t_lce -lm -lpthread && ./t_lce      (from the project root) */
 #if !defined(_GNU_SOURCE)

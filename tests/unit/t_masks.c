@@ -1,5 +1,5 @@
-/* t_masks.c - the mask cache: what it writes out for every kind, hits and misses, eviction, and that a written-out
- * mask gives attention and softmax the same bits as its description. */
+/* t_masks.c - tests the mask cache: the mask tensors of every kind, hits and misses, and eviction.  A mask tensor must give
+ * attention and softmax the same bits as the mask's description. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

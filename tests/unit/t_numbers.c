@@ -1,4 +1,4 @@
-/* t_numbers.c - >>numbers: conversions, finite checks and random numbers, against golden data of
+/* t_numbers.c - tests conversions, finite checks and random numbers (section >>numbers).  The golden data comes from
  * tests/torch/oracle/number_formats.py.  `t_numbers --full` converts every fp32 pattern, not only some blocks of 2^24. */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION

@@ -1,5 +1,5 @@
-/* t_operators.c - the operators through a context: gradients against finite differences, parameters that
- * overwrite and accumulate, refusals, and the same on a backend that is not the CPU's. */
+/* t_operators.c - tests the operators through a context, on the CPU backend and on another one.  Gradients are compared
+ * with finite differences.  Other tests cover parameters whose gradients are overwritten or accumulated, and invalid calls. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #define AMPT_TRAPS

@@ -1,9 +1,10 @@
-/* Optimizers and the step: against PyTorch, skips, accumulation, groups, masters, outcomes, save and load.
+/* t_optimizer.c - tests the optimizers and the step.  It compares them with PyTorch, and tests skipped steps, accumulation,
+ * groups, master weights, outcomes, saving and loading.
  *
  *     gcc -O2 -Itests tests/unit/t_optimizer.c -o t_optimizer -lm -lpthread && ./t_optimizer      (from the project root)
  *
- * tests/torch/oracle/optimizer.py writes the golden data.  `t_optimizer --full` takes every fp32 pattern through a remainder, not
- * only those at edges. */
+ * tests/torch/oracle/optimizer.py writes the golden data.  `t_optimizer --full` takes every fp32 pattern through a
+ * remainder, not only those at edges. */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"

@@ -1,7 +1,8 @@
-/* t_ranks.c - data-parallel training over the reduction hook, with forked processes and shared memory, and with amp_ranks and
- * threads: an overflow on one rank skips on all, N ranks give the weights of one with N times the batch, ranks without
- * gradients take part, shards are disjoint and complete, restarts go on with other ranks; a failing hook, ranks that
- * disagree, are late or have closed are errors on all. */
+/* t_ranks.c - tests data-parallel training with several ranks, over the reduction hook and with amp_ranks.  The ranks of
+ * the reduction hook are forked processes with shared memory, and those of amp_ranks are threads.  An overflow on one rank
+ * must skip the step on all.  N ranks must reach the weights of one rank with N times the batch.  Ranks without gradients
+ * must take part.  Shards must be disjoint and complete, and a run must resume with another number of ranks.  A failing
+ * hook, and ranks that disagree, are late or have closed, must give an error on all ranks. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

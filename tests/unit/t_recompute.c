@@ -1,5 +1,6 @@
-/* t_recompute.c - forwards that run again in backward: every operator under its recorded plan wherever it runs, GPT-2's
- * training with and without recomputing bit for bit, the cast cache, threads, nesting, and what is refused. */
+/* t_recompute.c - tests recomputing, which runs forwards again during backward.  Every operator must repeat its recorded
+ * plan, wherever it runs.  GPT-2 must train to the same bits with and without recomputing.  Other tests cover the cast
+ * cache, threads, nesting, and invalid calls. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/gpt_files.h"

@@ -1,4 +1,4 @@
-/* The loss scaler: PyTorch's bit for bit, the other presets, stages and errors, save and load.
+/* t_scaler.c - tests the loss scaler: PyTorch's preset bit for bit, the other presets, stages, errors, saving and loading.
  *
  *     gcc -O2 -Itests tests/unit/t_scaler.c -o t_scaler -lm -lpthread && ./t_scaler      (from the project root)
  *

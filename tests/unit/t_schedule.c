@@ -1,5 +1,5 @@
-/* t_schedule.c - learning-rate schedules: against those of transformers and PyTorch, by hand at their corners, and what
- * is refused. */
+/* t_schedule.c - tests the learning-rate schedules.  They are compared with those of transformers and PyTorch, and with
+ * values computed by hand at their corners.  Invalid schedules must return an error. */
 #include "../amp.h"
 #include "test.h"
 #include "golden.h"

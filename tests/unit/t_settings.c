@@ -1,5 +1,6 @@
-/* t_settings.c - settings: every key by what it does, the text, file and environment they come from, what is refused,
- * and switching while training runs, against runs resumed from the state saved at the switch. */
+/* t_settings.c - tests the effect of every setting, and reading settings from text, files and the environment.  Invalid
+ * settings must return an error.  A setting that changes during training is compared with a run that resumed from the state
+ * saved at the change. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

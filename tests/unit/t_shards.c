@@ -1,8 +1,13 @@
-/* t_shards.c - gradients in buckets that are summed while backward runs, and optimizer states sharded over ranks, with
- * amp_ranks and threads: sums during backward and in the step give the same bits; sharded states give the weights, norms
- * and scales of whole ones, bit for bit, for every optimizer, storage and world; each rank has its share of the bytes;
- * buckets go in the order in which backward finishes them; a gradient that was sent takes no more; sums that failed are
- * not taken for gradients; what ranks save together loads into any world, and files of two saves are refused. */
+/* t_shards.c - tests gradient buckets that are summed during backward, and optimizer states that are sharded over ranks.
+ * The ranks are threads of amp_ranks.  The tests check the following:
+ *   - Sums during backward and in the step give the same bits.
+ *   - Sharded states give the same weights, norms and scales as whole ones, bit for bit, for every optimizer, storage and
+ *     number of ranks.
+ *   - Each rank holds only its share of the bytes.
+ *   - Buckets are sent in the order in which backward finishes them.
+ *   - A gradient that was sent can no longer be added to.
+ *   - Results of failed sums are not used as gradients.
+ *   - A state that ranks saved together loads with any number of ranks, and files of two different saves are rejected. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

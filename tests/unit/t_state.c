@@ -1,4 +1,4 @@
-/* State blobs: every dtype and size, damage of every kind, failing memory and files. */
+/* t_state.c - tests state blobs: every dtype and size, all kinds of damage, and failing memory and files. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"

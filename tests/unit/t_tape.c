@@ -1,4 +1,4 @@
-/* t_tape.c - models and the tape: the same bits as the calls written by hand, in every precision. */
+/* t_tape.c - tests models and the tape, which must give the same bits as calls written by hand, in every precision. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "../examples/gpt.h"

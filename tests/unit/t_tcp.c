@@ -1,5 +1,5 @@
-/* t_tcp.c - examples/amp_tcp.h and ranks.h: processes that meet over TCP, their sums, and what happens when one is wrong, late or
- * dead.  Ranks are forked from this program; each leaves in shared memory what it came to. */
+/* t_tcp.c - tests examples/amp_tcp.h and ranks.h: processes that connect over TCP, and their sums.  Further tests have a
+ * rank that is wrong, late or dead.  Ranks are forked from this program.  Each writes its result to shared memory. */
 #if !defined(_DEFAULT_SOURCE)
 #define _DEFAULT_SOURCE 1         /* MAP_ANONYMOUS */
 #endif

@@ -1,4 +1,5 @@
-/* How values fit a format: counts against a plain loop, the recommendations at their thresholds, bad input.
+/* t_tensor_stats.c - tests the statistics that say how well values fit a format.  Counts are compared with a plain loop.
+ * Recommendations are tested at their thresholds, and bad input must return an error.
  *
  *     gcc -O2 -Itests tests/unit/t_tensor_stats.c -o t_tensor_stats -lm -lpthread && ./t_tensor_stats      (from the project root) */
 #define _POSIX_C_SOURCE 200809L

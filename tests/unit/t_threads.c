@@ -1,5 +1,5 @@
-/* t_threads.c - the thread pool: who is waited for and who is not, several callers, calls within calls, fork, threads that
- * cannot be had, a host's own pool, and contexts that share.
+/* t_threads.c - tests the thread pool.  It tests which threads are waited for, several callers, calls within calls, fork,
+ * threads that cannot be started, a program's own pool, and contexts that share a pool.
  *
  *     gcc -O2 -Itests tests/unit/t_threads.c -o t_threads -lm -lpthread && ./t_threads      (from the project root) */
 #define AMP_IMPLEMENTATION

@@ -1,5 +1,6 @@
-/* amp_verify: right models pass, broken ones are found by name, and a training goes on as if nothing had been;
- * placement; amp_gradcheck on right and wrong operators.
+/* t_verify.c - tests amp_verify, amp_gradcheck and placement.  Correct models must pass amp_verify, and errors in broken
+ * ones must be found by name.  Training must continue as if amp_verify had not been called.  amp_gradcheck is tested on
+ * correct and wrong operators.
  *
  *     gcc -O2 -Itests tests/unit/t_verify.c -o t_verify -lm -lpthread && ./t_verify      (from the project root) */
 #define AMP_IMPLEMENTATION

@@ -1,5 +1,5 @@
-/* t_watch.c - status, profiler ranges and the monitor: records against what was done, JSON against a strict parser, files
- * against a disk that fails at every write. */
+/* t_watch.c - tests status, profiler ranges and the monitor.  Records are compared with what was done, and JSON is read by
+ * a strict parser.  Files are tested on a disk that fails at every write. */
 #define _POSIX_C_SOURCE 200809L
 #define AMP_IMPLEMENTATION
 #include "../amp.h"

@@ -1,5 +1,6 @@
-/* t_zeros.c - what 0 means in every number of every struct that a program fills: the default, refused, or a value that is
- * documented; the list is derived from amp.h's text, and each number is tried.
+/* t_zeros.c - tests what 0 means in every number of every struct that a program fills.  A 0 is the default, is an error, or
+ * is a value that the documentation describes.  The list of numbers is derived from the text of amp.h, and each number is
+ * tried.
  *
  *     gcc -Itests tests/unit/t_zeros.c amp.o -o t_zeros -lm -lpthread && ./t_zeros      (from the project root) */
 #define _POSIX_C_SOURCE 200809L

@@ -1,4 +1,4 @@
-"""The block of examples/gpt.h with PyTorch: its forward."""
+"""The forward of the block of examples/gpt.h with PyTorch."""
 from torch import nn
 
 

@@ -1,5 +1,5 @@
-/* The block of examples/gpt.h with ggml, for training: without the cache of keys and values that its own examples have, and
- * without dropout, which it lacks. */
+/* gpt_block_ggml.c - the block of examples/gpt.h with ggml, for training.  It has no cache of keys and values, which ggml's
+ * own examples have, and no dropout, which ggml lacks. */
 #include "ggml.h"
 #include <math.h>
 

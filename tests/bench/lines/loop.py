@@ -1,5 +1,5 @@
-"""The loop of examples/quickstart.c with PyTorch: 16 bits, a scaler where they are fp16, clipping, a schedule, evaluation
-and checkpoints.  train and test are lists of (x, y)."""
+"""The loop of examples/quickstart.c with PyTorch.  It has 16 bits, a scaler for fp16, clipping, a schedule, evaluation and
+checkpoints.  train and test are lists of (x, y)."""
 import math
 
 import torch

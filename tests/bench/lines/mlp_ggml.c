@@ -1,4 +1,4 @@
-/* The task of examples/mlp.c with ggml, in fp32: its training has no 16-bit products and no clipping. */
+/* mlp_ggml.c - the task of examples/mlp.c with ggml, in fp32, because its training has no 16-bit products and no clipping. */
 #include "ggml.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"

@@ -1,4 +1,4 @@
-/* coc_api.h - the part of the CUDA runtime's host API that exists here: same names, values and meanings. */
+/* coc_api.h - the part of the CUDA runtime's host API that the model has, with the same names, values and meanings. */
 #ifndef COC_API_H
 #define COC_API_H
 

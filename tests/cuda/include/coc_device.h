@@ -1,5 +1,5 @@
-/* coc_device.h - what device code uses: thread indices, barriers, warp operations, atomics, memory hints, numbers;
- * and the typed launch.  The engine behind it is coc_engine.cpp. */
+/* coc_device.h - what device code uses: thread indices, barriers, warp operations, atomics, memory hints, and numbers.  It
+ * also has the typed launch.  coc_engine.cpp implements these functions. */
 #ifndef COC_DEVICE_H
 #define COC_DEVICE_H
 

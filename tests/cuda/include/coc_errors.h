@@ -1,4 +1,4 @@
-/* coc_errors.h - the errors the model knows, with CUDA's numbers and texts: X(name, value, text). */
+/* coc_errors.h - the errors that the model returns, with CUDA's numbers and texts: X(name, value, text). */
 #ifndef COC_ERRORS_H
 #define COC_ERRORS_H
 

@@ -1,5 +1,5 @@
-/* cublasLt.h - the part of cuBLASLt that exists here: the names, values, sizes and meanings of the toolkit's header
- * (cuBLAS 13.1); coc_cublas.cpp is the library. */
+/* cublasLt.h - the part of cuBLASLt that the model has.  Names, values, sizes and meanings are those of the toolkit's
+ * header (cuBLAS 13.1).  coc_cublas.cpp is the library. */
 #if defined(COC_TOOLKIT)
 #include_next <cublasLt.h>
 #elif !defined(COC_CUBLASLT_H)

@@ -1,11 +1,11 @@
-/* cuda_runtime.h - CUDA on the CPU: one .cu file, compiled by g++, runs without a toolkit and without a GPU.
+/* cuda_runtime.h - makes one .cu file compile with g++ and run on the CPU, without a CUDA toolkit and without a GPU.
  *
  *     nvcc -std=c++17 -arch=sm_90 -c amp_cuda.cu                            for the GPU
  *     g++ -std=c++17 -x c++ -I tests/cuda/include -c amp_cuda.cu     for the CPU, with declarations of our own
  *     g++ ... -DCOC_TOOLKIT -I $CUDA_HOME/include ...                       for the CPU, with the toolkit's
  *
- * What the source agrees to:
- *   - It includes <cuda_runtime.h>, <cublasLt.h>, <nvtx3/nvToolsExt.h> and "amp.h", nothing else of CUDA.
+ * The source must follow these rules:
+ *   - It includes <cuda_runtime.h>, <cublasLt.h>, <nvtx3/nvToolsExt.h> and "amp.h", and no other CUDA header.
  *   - Kernels are launched by a template over the typed cudaLaunchKernel (no <<<>>>), which converts every argument
  *     to the kernel's own parameter type:
  *         template <class T> struct ampc_same { typedef T type; };
@@ -23,12 +23,12 @@
  *         #  define AMPC_SHARED(type, name, count) COC_SHARED(type, name, count)
  *         #  define AMPC_DYNAMIC(name) unsigned char *const name = coc_dynamic_shared()
  *         #endif
- *   - PTX stands under `#if defined(__CUDA_ARCH__)` in a small named function, with its model in the #else.
- *     What a model needs of the warp it gets from coc_exchange (coc_device.h).
- *   - No thread waits for another by spinning: blocks run one after the other, threads switch only at barriers,
- *     shuffles and votes.
+ *   - PTX is under `#if defined(__CUDA_ARCH__)` in a small named function, with its model in the #else.
+ *     A model gets the values of other threads of the warp from coc_exchange (coc_device.h).
+ *   - No thread waits for another by spinning, because blocks run one after the other, and threads switch only at
+ *     barriers, shuffles and votes.
  *
- * coc_api.h declares the runtime, coc_device.h what device code uses, coc.h what tests set and ask. */
+ * coc_api.h declares the runtime, coc_device.h what device code uses, and coc.h the functions of the tests. */
 #ifndef COC_CUDA_RUNTIME_H
 #define COC_CUDA_RUNTIME_H
 

@@ -1,9 +1,9 @@
-/* coc.h - what tests/cuda/include/coc.h declares, on a real GPU: the tests of the CUDA backend include this one
- * when they are built for a device.
+/* coc.h - the functions of tests/cuda/include/coc.h on a real GPU, for tests of the CUDA backend that are built for a
+ * device.
  *
- * A GPU has one order of its own, so coc_every_order runs twice and asks for the same bits.  Faults, red zones and leaks
- * are compute-sanitizer's.  What only the model can do (to fail a call, to count calls, to have other numbers of
- * multiprocessors) ends the test that asks for it: it counts as skipped, with the reason. */
+ * A GPU has one order of its own, so coc_every_order runs twice and requires the same bits.  compute-sanitizer detects
+ * faults, red zones and leaks.  Some functions need the model: failing calls, counting calls, other numbers of
+ * multiprocessors.  A test that calls one of these ends there and counts as skipped, with the reason. */
 #ifndef COC_ON_GPU_H
 #define COC_ON_GPU_H
 

@@ -1,16 +1,18 @@
-/* crash.c - SIGKILL while training and while checkpoints are written.
+/* crash.c - kills the example trainer during training and while it writes checkpoints, and checks that the run resumes
+ * correctly.
  *
  *     build/crash [--kills 10] [--seed 1] [--record FILE]
  *
- * Runs of the example trainer, each a process of its own, are killed: at a call of the file layer (before it, after it,
- * or with half of a write done; all such moments of a checkpoint in turn), or at a random time.  Whatever the moment,
+ * Each run of the example trainer is a process of its own, and is ended by SIGKILL.  This happens at a call of the file
+ * layer (before it, after it, or with half of a write done; all such moments of a checkpoint in turn), or at a random time.
+ * At every moment, the following must hold:
  *
- *   - NAME.state loads and is, byte for byte, a checkpoint of the uninterrupted run: the last one that was begun or the
- *     one before; so is NAME.safetensors, which is written after it;
- *   - resumed with other numbers of threads and workers, killed again and resumed again, the run ends with the
- *     uninterrupted run's checkpoint, weights, scaler and loader included, byte for byte, having read the same batches,
- *     with the same line of metrics for every step;
- *   - what a killed save left behind is gone. */
+ *   - NAME.state loads and is, byte for byte, a checkpoint of the uninterrupted run: the last one that was begun or the one
+ *     before.  The same holds for NAME.safetensors, which is written after it.
+ *   - The run is resumed with other numbers of threads and workers, killed again and resumed again.  It ends with the
+ *     uninterrupted run's checkpoint, weights, scaler and loader included, byte for byte.  It has read the same batches,
+ *     and has the same line of metrics for every step.
+ *   - The temporary files of a killed save are removed. */
 #include "trainer.h"
 
 enum { CONFIGS = 3, STEPS = 24, SAVE_EVERY = 3, SAVES = STEPS / SAVE_EVERY, MOST_CALLS = 4096, MOST_BATCHES = 256 };

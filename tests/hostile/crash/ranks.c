@@ -1,18 +1,19 @@
-/* ranks.c - one of four processes that train together is killed, hangs or is asked to stop.
+/* ranks.c - kills, blocks or stops one of four processes that train together, and checks that the others end and the run
+ * resumes.
  *
  *     build/crash_ranks [--kills 10] [--seed 1] [--record FILE]
  *
- * Four example trainers meet over TCP, with a limit of two seconds, and one of them is killed: any at a random time, also
- * while they meet, or rank 0 at a call of its file layer (before it, after it, or with half of a write done).  Whatever
- * the moment,
+ * Four example trainers connect over TCP, with a time limit of two seconds, and one of them is killed.  This is any rank at
+ * a random time, which may be while they connect, or rank 0 at a call of its file layer (before it, after it, or with half
+ * of a write done).  At every moment, the following must hold:
  *
- *   - the others end by themselves within the limit, and say that it was this rank;
- *   - NAME.state is, byte for byte, a checkpoint of the uninterrupted run: the last one that was begun or the one before;
- *   - resumed, killed again and resumed again, the ranks end with the uninterrupted run's checkpoint and weights, byte
- *     for byte, each batch made of the same samples.
+ *   - The others end by themselves within the limit, and name the rank that was killed.
+ *   - NAME.state is, byte for byte, a checkpoint of the uninterrupted run: the last one that was begun or the one before.
+ *   - The ranks are resumed, killed again and resumed again.  They end with the uninterrupted run's checkpoint and weights,
+ *     byte for byte, and each batch is made of the same samples.
  *
- * Also: a rank that hangs; SIGTERM and SIGUSR1 to one rank, which all obey after the same step; and a run that goes on
- * with fewer and more ranks, whose samples are counted. */
+ * Other tests have a rank that hangs, and send SIGTERM and SIGUSR1 to one rank, which all must obey after the same step.
+ * Another test resumes with fewer and more ranks, and counts the samples. */
 #include "trainer.h"
 
 enum {

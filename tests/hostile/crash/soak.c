@@ -1,16 +1,17 @@
-/* soak.c - training for a long time while everything around it fails, beside an undisturbed twin.
+/* soak.c - trains for a long time while memory, files and workers fail, and compares the result with an undisturbed run.
  *
  *     build/soak [--minutes 0.2] [--seed 1] [--record FILE]
  *
- * The disturbed run is the example trainer, in a process with a limit of memory.  Allocations fail while it opens,
- * steps, validates and saves; reads and writes fail, are cut short or interrupted; the disk is full for a while;
- * workers are slow, some too slow; the process is terminated, and killed, and resumed with other threads and workers.
- * After each fault the call has returned the right result, the checkpoint that was there is as it was, and the same
- * thing once more succeeds.  Gradients of some steps are infinite, in the twin as well, so both skip the same steps.
+ * The disturbed run is the example trainer, in a process with a memory limit.  Allocations fail while it opens, steps,
+ * validates and saves.  Reads and writes fail, are cut short or are interrupted, and the disk is full for some time.
+ * Workers are slow, and some miss their time limit.  The process is terminated, and killed, and resumed with other numbers
+ * of threads and workers.  After each fault, the call must have returned the right result, the existing checkpoint must be
+ * unchanged, and the same call must succeed when it is repeated.  The gradients of some steps are infinite in both runs, so
+ * both skip the same steps.
  *
- * At the end both runs have the same loss in every step and the same checkpoint at every interval, bit for bit; the
- * metrics have a line for every step; and within each process the heap (to the block), descriptors and threads were the
- * same at the last checkpoint as at the first, and resident memory had not grown. */
+ * At the end, both runs must have the same loss in every step and the same checkpoint at every interval, bit for bit.  The
+ * metrics must have a line for every step.  Within each process, the heap (to the block), descriptors and threads must be
+ * the same at the last checkpoint as at the first, and resident memory must not have grown. */
 #include "trainer.h"
 #include <malloc.h>
 #include <sys/resource.h>

@@ -1,8 +1,8 @@
-/* trainer.h - the example trainer in a process of its own, for the programs that kill it and starve it.
+/* trainer.h - runs the example trainer in a process of its own, for the programs that kill it or make its calls fail.
  *
- * The programs are linked with --wrap for the C library's calls in TRAINER_WRAPS (rules.mk), so the trainer runs
- * unchanged, and every call of its file layer passes through here first.  What must outlive a killed process lies in
- * memory shared with it. */
+ * The programs are linked with --wrap for the C library's calls in TRAINER_WRAPS (rules.mk).  Therefore the trainer runs
+ * unchanged, and every call of its file layer passes through here first.  Data that must outlive a killed process is kept
+ * in memory shared with it. */
 #ifndef TRAINER_H
 #define TRAINER_H
 
@@ -37,7 +37,7 @@ static uint32_t random_bits(uint64_t *seed) {
 }
 static int64_t random_below(uint64_t *seed, int64_t n) { return (int64_t)(random_bits(seed) % (uint64_t)n); }
 
-/* FNV-1a, 64 bits; h 0: begins. */
+/* FNV-1a, 64 bits.  With h = 0, a new hash begins. */
 static uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {
     const unsigned char *p = (const unsigned char *)data;
     size_t i;
@@ -45,7 +45,7 @@ static uint64_t hash_bytes(uint64_t h, const void *data, size_t bytes) {
     for (i = 0; i < bytes; i++) h = (h ^ p[i]) * UINT64_C(0x100000001b3);
     return h;
 }
-/* Of a whole file; 0: there is none. */
+/* The hash of a whole file, or 0 if there is none. */
 static uint64_t hash_file(const char *path) {
     void *data;
     size_t bytes;
@@ -86,14 +86,14 @@ static void words_split(words *w, const char *folder, const char *text) {
     for (at = strtok(copy, " "); at != NULL; at = strtok(NULL, " ")) words_add(w, folder, at);
 }
 
-/* Everything that is printed goes behind what is in this file. */
+/* Appends everything that is printed to this file. */
 static void output_into(const char *path) {
     int file = __real_open(path, O_WRONLY | O_CREAT | O_APPEND, 0666);
     if (file < 0 || dup2(file, 1) < 0 || dup2(file, 2) < 0) _exit(3);
     close(file);
 }
 
-/* ---- What the record says of machine and build */
+/* ---- The machine and the build, for the record */
 
 static void machine_name(char *out, size_t size) {
     FILE *f = fopen("/proc/cpuinfo", "r");

@@ -1,8 +1,8 @@
-/* fuzz.h - what the fuzzers share: claims, a file layer over memory, a context on it.
+/* fuzz.h - what the fuzzers share: the macro CLAIM, a file layer over memory, and a context on it.
  *
- * A fuzzer is one function, LLVMFuzzerTestOneInput(data, size), that hands the bytes to what parses them and says with
- * CLAIM what must be true whatever they are.  libFuzzer brings its main (tests/hostile/fuzz/rules.mk); tests/hostile/t_fuzz.c runs the
- * same functions over the seeds, and over changes of them, with any compiler. */
+ * A fuzzer is one function, LLVMFuzzerTestOneInput(data, size).  It gives the bytes to the code that parses them, and
+ * states with CLAIM what must be true for every input.  libFuzzer brings its own main (tests/hostile/fuzz/rules.mk).
+ * tests/hostile/t_fuzz.c runs the same functions over the seeds, and over changes of them, with any compiler. */
 #ifndef AMPT_FUZZ_H
 #define AMPT_FUZZ_H
 
@@ -68,7 +68,7 @@ static amp_system fuzz_system(void) {
     return system;
 }
 
-/* One context for all inputs, which reads files from memory and keeps silent. */
+/* One context for all inputs, which reads files from memory and prints nothing. */
 static amp_context *fuzz_context(void) {
     static amp_context *amp;
     amp_desc desc;
@@ -81,14 +81,14 @@ static amp_context *fuzz_context(void) {
     return amp;
 }
 
-/* A copy with exactly these bytes, so that a read behind the end is seen. */
+/* A copy with exactly these bytes, so that a read behind the end is detected. */
 static void *fuzz_copy(const void *data, size_t bytes) {
     void *copy = malloc(bytes > 0 ? bytes : 1);
     if (copy != NULL && bytes > 0) memcpy(copy, data, bytes);
     return copy;
 }
 
-/* A failure is told with a reason. */
+/* A failure must have a reason. */
 static void fuzz_told(amp_result result) {
     CLAIM(result == AMP_OK || (strcmp(amp_result_text(result), "unknown result") != 0 && ex_error()[0] != 0));
 }

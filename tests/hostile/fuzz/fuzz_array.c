@@ -1,6 +1,6 @@
-/* fuzz_array.c - .npy arrays through the loader, and IDX files.
+/* fuzz_array.c - fuzzes the loader on .npy arrays, and the reader of IDX files.
  *
- * The first byte says how the rest is read.  Each row that is delivered is the file's, at its place. */
+ * The first byte says how the rest is read.  Each row that is delivered must be the row of the file at its place. */
 #include "fuzz.h"
 
 enum { ARRAY_SHUFFLE = 1, ARRAY_PIECES = 2, ARRAY_CUT = 4, ARRAY_PAD = 8, ARRAY_TWICE = 16 };

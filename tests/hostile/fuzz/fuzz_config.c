@@ -1,6 +1,6 @@
-/* fuzz_config.c - settings as text and one by one, the reader of config.json files, and lines for a monitor's file.
+/* fuzz_config.c - fuzzes settings as text and one by one, the reader of config.json files, and lines for a monitor's file.
  *
- * What is accepted comes back from its own text, as the same bytes; what is refused changes nothing. */
+ * Accepted settings must be written back as the same bytes.  Rejected ones must change nothing. */
 #include "fuzz.h"
 
 static void config_text(const char *text, size_t bytes) {

@@ -1,7 +1,7 @@
-/* fuzz_safetensors.c - safetensors files, and models in them and in llm.c's files.
+/* fuzz_safetensors.c - fuzzes the readers of safetensors files, and of models in them and in llm.c's files.
  *
- * What was read and can be written is written and read again: the same names, shapes and numbers, and from then on the
- * same bytes; for any fp32 file, and for models with Hugging Face's names. */
+ * A file that was read and can be written is written and read again.  Names, shapes and numbers must be the same, and from
+ * then on the bytes too.  This holds for any fp32 file, and for models with Hugging Face's names. */
 #include "fuzz.h"
 
 static const char *const safetensors_path = "/nonexistent/input";

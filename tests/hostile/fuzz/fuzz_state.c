@@ -1,8 +1,9 @@
-/* fuzz_state.c - state blobs, and the objects that are loaded from them.
+/* fuzz_state.c - fuzzes the reader of state blobs, and the objects that are loaded from them.
  *
- * Each input is read as it is, and once more with its checksums put right.  A blob that is read is written as the same
- * bytes (or, where no key needs the newer format, in the older one), and its records, put into another state, give them too.  A scaler, an optimizer, a loader, random numbers,
- * histories of fp8 and an amp_adapt load from it entirely or not at all, and go on. */
+ * Each input is read unchanged, and once more with its checksums corrected.  A blob that is read must be written as the
+ * same bytes, or, if no key needs the newer format, in the older one.  Its records, put into another state, must give the
+ * same blob too.  A scaler, an optimizer, a loader, random numbers, histories of fp8 and an amp_adapt must load from it
+ * completely or not at all, and must continue to work. */
 #include "fuzz.h"
 
 enum { STATE_HEADER = 40 };

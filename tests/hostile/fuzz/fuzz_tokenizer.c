@@ -1,7 +1,8 @@
-/* fuzz_tokenizer.c - the vocabularies and merges of GPT-2 and BERT.
+/* fuzz_tokenizer.c - fuzzes the readers of the vocabularies and merges of GPT-2 and BERT, and their tokenizers.
  *
- * The first byte says which; then come the files' texts and a text to encode, with a 0 between them.  GPT-2's tokens give
- * the text's bytes back, and are those that the plainest way of merging finds; BERT's are numbers of the vocabulary. */
+ * The first byte says which.  Then come the files' texts and a text to encode, with a 0 between them.  GPT-2's tokens must
+ * give back the bytes of the text, and must be those that the simplest way of merging finds.  BERT's must be numbers of the
+ * vocabulary. */
 #include "fuzz.h"
 
 enum { TOKENIZER_TEXT_MOST = 512 };

@@ -1,8 +1,8 @@
-/* fuzz_tokens.c - token files through the loader: llm.c's, .npy, u16 and bytes.
+/* fuzz_tokens.c - fuzzes the loader on token files: llm.c's, .npy, u16 and bytes.
  *
- * The first four bytes say how the rest is read: format, flags, batch and sequence.  Whatever the file, each token that
- * is delivered is one of the file at its place, and below the vocabulary; a file that is cut while it is open is an
- * error where it ends; and the batch after a seek is the one of before. */
+ * The first four bytes say how the rest is read: format, flags, batch and sequence.  Each token that is delivered must be
+ * the token of the file at its place, and below the vocabulary.  A file that is cut while it is open must give an error
+ * where it ends.  After a seek, the next batch must be the same as before. */
 #include "fuzz.h"
 
 enum { TOKENS_SHUFFLE = 1, TOKENS_VOCAB = 2, TOKENS_PIECES = 4, TOKENS_INTERRUPTED = 8, TOKENS_CUT = 16, TOKENS_LAST = 96, TOKENS_CACHE = 128 };

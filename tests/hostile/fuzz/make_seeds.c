@@ -1,5 +1,5 @@
-/* make_seeds.c - writes the seeds of the fuzzers that are made by programs: `make fuzz-seeds` runs it in the root.
- * Inputs that broke something once lie beside them as found_*; nothing makes those again. */
+/* make_seeds.c - writes the fuzzers' seeds that are made by programs.  `make fuzz-seeds` runs it in the project root.
+ * Inputs that once caused a failure are kept beside them as found_*.  These cannot be made again. */
 #define AMP_IMPLEMENTATION
 #include "../../../amp.h"
 #define LLVMFuzzerTestOneInput fuzz_state

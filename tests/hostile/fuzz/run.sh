@@ -1,8 +1,9 @@
 #!/bin/sh
-# run.sh [SECONDS [NAME...]] - builds the fuzzers with AddressSanitizer, UndefinedBehaviorSanitizer and leak detection and
-# runs each (or those named) for SECONDS (FUZZ_SECONDS, 30), as many at once as there are cores.  In build/fuzz: corpus/NAME grows from
-# run to run, found/ holds the inputs that broke something, record.json tells what was done.  SEED=n: of libFuzzer's random
-# numbers (1; 0 another one each time).
+# run.sh [SECONDS [NAME...]] - builds the fuzzers with AddressSanitizer, UndefinedBehaviorSanitizer and leak detection, and
+# runs them.  Each fuzzer, or each one that is named, runs for SECONDS (default: FUZZ_SECONDS, or 30), with as many at once
+# as there are cores.  In build/fuzz, corpus/NAME grows from run to run, found/ has the inputs that caused a failure, and
+# record.json says what was run.  SEED=n sets the seed of libFuzzer's random numbers (default 1; 0: a new seed for each
+# run).
 . tests/lib.sh
 seconds=${1:-${FUZZ_SECONDS:-30}} folder=build/fuzz
 if [ $# -gt 0 ]; then shift; fi

@@ -1,9 +1,10 @@
-"""One part of `make differential`: makes a corpus, replays it, and records how that went.
+"""run.py - runs one part of `make differential`: it makes a corpus, replays it, and records the results.
 
     python tests/torch/differential/run.py SEED PART PROGRAM      (from the project root)
 
-tests/torch/oracle/fuzz_PART.py --seed SEED --out build/fuzz_PART.corpus writes the corpus; PROGRAM build/fuzz_PART.corpus replays it.
-Lines "counted NAME NUMBER" and "listed TEXT" of either go into tests/records/differential_PART-DATE.json.
+tests/torch/oracle/fuzz_PART.py --seed SEED --out build/fuzz_PART.corpus writes the corpus.  PROGRAM build/fuzz_PART.corpus
+replays it.  Lines "counted NAME NUMBER" and "listed TEXT" of either are written to
+tests/records/differential_PART-DATE.json.
 """
 import datetime
 import json

@@ -1,25 +1,27 @@
-"""Random graphs on the tape beside torch.autograd: a part of `make differential`.
+"""tape.py - compares random graphs on the tape with torch.autograd, as a part of `make differential`.
 
     python tests/torch/differential/tape.py SEED PROGRAM [GRAPHS]      (from the project root)
 
-PROGRAM (tests/torch/t_differential_tape.c) writes GRAPHS graphs, 2,300 unless told otherwise (of which 2,000 are compared), of up to 60 nodes, in fp32, fp16 and
-bf16, each with 16 sets of numbers, the loss and all gradients.  Here each is built again in PyTorch, twice: in fp64, and with
-everything stored in the graph's dtype.  The numbers fit the dtype, so that both begin with the same.
+PROGRAM (tests/torch/t_differential_tape.c) writes GRAPHS graphs (default 2,300, of which 2,000 are compared) of up to 60
+nodes, in fp32, fp16 and bf16.  Each has 16 sets of numbers, the loss and all gradients.  Here each graph is built again in
+PyTorch, twice: in fp64, and with everything stored in the graph's dtype.  The numbers fit the dtype, so both begin with the
+same numbers.
 
-The measure is the relative norm per gradient, whose denominator is at least the root mean square norm of all gradients of
-the graph (some exact gradients are zero); of a graph, the root mean square over its gradients and its 16 sets.  The bars:
-  - a graph's error may be 1.2 times PyTorch's, or the roundings below, if these are more, with the chance of 16 samples:
-    four standard deviations of both root mean squares, by the fourth moments.  The roundings: in 16 bits one; in fp32 the
-    root of the number of nodes, and the largest score of attention, as exp(score - logsumexp) is off by that many
-  - over all graphs, in 16 bits, the geometric mean of the ratio to the larger of the two, without any allowance, may be 1.2
-Left out, and counted:
-  - graphs where PyTorch's own error is above 1/2: no digit is right
+The measure is the relative norm per gradient.  Its denominator is at least the root mean square norm of all gradients of
+the graph, because some exact gradients are zero.  The measure of a graph is the root mean square over its gradients and its
+16 sets.  The bars are:
+  - A graph's error may be 1.2 times the larger of PyTorch's error and the roundings below.  The chance of 16 samples adds
+    four standard deviations of both root mean squares, by the fourth moments.  The roundings are one in 16 bits.  In fp32
+    they are the root of the number of nodes, and the largest score of attention, because exp(score - logsumexp) is off by
+    that many.
+  - Over all graphs in 16 bits, the geometric mean of the ratio to the larger of the two may be 1.2, without any allowance.
+These are left out, and counted:
+  - graphs where PyTorch's own error is above 1/2, because no digit is right
   - sets where a number overflows on either side; fp16's gradients start from 1024
   - sets with scores of attention beyond 2^6, whose gradients cancel (as in fuzz_tensors.py)
-  - sets with a value all of whose elements are below 2^-30: products of such are subnormal in bf16, and 0 to AMX and
-    AVX512-BF16, and fp16 has none
-A graph with fewer than half of its sets is left out too.
-SEED 1 has graphs 0 to GRAPHS - 1, SEED 2 those that follow.
+  - sets with a value all of whose elements are below 2^-30, because products of such values are subnormal in bf16, are 0 to
+    AMX and AVX512-BF16, and do not exist in fp16
+A graph with fewer than half of its sets is left out too.  SEED 1 has graphs 0 to GRAPHS - 1, and SEED 2 those that follow.
 """
 import json
 import math

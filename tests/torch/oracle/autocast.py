@@ -1,14 +1,14 @@
-"""Golden data of t_autocast.c.
+"""Makes the golden data of t_autocast.c.
 
-autocast.txt, decisions: one line "device operator inputs region result" per case, the dtype that live PyTorch returns.
+autocast.txt has decisions: one line "device operator inputs region result" per case, with the dtype that PyTorch returns.
   cpu   PyTorch's CPU autocast, run for real.
-  cuda  PyTorch's CUDA autocast.  It needs no GPU to be asked: fake tensors carry a device and a dtype through the
-        dispatcher, autocast included, and no memory.  The same rules written down as explicit casts are run for real
-        on the CPU and must agree (`explicit`), so that the table can be read in this file too.
-  Region "none" is outside of any region.  "error": PyTorch refuses.  A line of the CPU that ends in "differs" has
-  another result than the CUDA line of the same case: amp.h follows CUDA.
-autocast.bin, values: results of matrix products whose operands were rounded to the region's dtype by hand, in fp64, and
-  of operators whose operands a region must leave alone.
+  cuda  PyTorch's CUDA autocast.  This needs no GPU: fake tensors carry a device and a dtype through the dispatcher,
+        autocast included, and no memory.  The same rules written down as explicit casts are run for real on the CPU
+        and must agree (`explicit`), so that the table can be read in this file too.
+  Region "none" is outside of any region.  "error" means that PyTorch returns an error.  A line of the CPU that ends in
+  "differs" has another result than the CUDA line of the same case, because amp.h follows CUDA.
+autocast.bin has values: results of matrix products whose operands were rounded to the region's dtype by hand, in fp64, and
+of operators whose operands a region must not change.
 """
 import itertools
 import logging

@@ -1,7 +1,7 @@
-"""What the oracle programs share: random numbers that C reproduces, golden files, and the error measure.
+"""Has what the oracle programs share: random numbers that C reproduces, golden files, and the error measure.
 
-Run any oracle from the project root, for example `python tests/torch/oracle/gpt2.py`.  With --check nothing is written
-and the exit status tells whether the golden file was reproduced within its bounds.
+Run any oracle from the project root, for example `python tests/torch/oracle/gpt2.py`.  With --check, nothing is written,
+and the exit status says whether the golden file was reproduced within its bounds.
 """
 import os
 import struct

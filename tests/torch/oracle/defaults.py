@@ -1,6 +1,7 @@
-"""Golden data of the table WHAT DIFFERS FROM PYTORCH'S DEFAULTS: what PyTorch does where nothing is set.
+"""Makes the golden data of the manual's table WHAT DIFFERS FROM PYTORCH'S DEFAULTS: PyTorch's results with its default
+settings.
 
-Inputs are stored beside the results.  t_zeros.c sets in amp.h what the table's last column says, and compares.
+Inputs are stored beside the results.  t_zeros.c sets in amp.h the values of the table's last column, and compares.
 """
 import numpy as np
 import torch

@@ -1,8 +1,9 @@
-"""Golden data of the encoder tests: a bidirectional transformer encoder with padding, as BERT's, in plain PyTorch.
+"""Makes the golden data of the encoder tests: a bidirectional transformer encoder with padding, like BERT's, in plain
+PyTorch.
 
-Post-norm layers, erf GELU, self-attention that hides the keys beyond each sequence's length, one label per token and
-cross-entropy over the tokens that are no padding.  Parameters, tokens, labels and lengths come from counter-based
-random numbers, which t_model.c makes again; stored are results as in gpt2.py.
+It has post-norm layers, erf GELU, self-attention that hides the keys beyond each sequence's length, one label per token,
+and cross-entropy over the tokens that are not padding.  Parameters, tokens, labels and lengths come from counter-based
+random numbers, which t_model.c makes again.  The stored results are as in gpt2.py.
 """
 import numpy as np
 import torch

@@ -1,9 +1,10 @@
-"""Golden data of products in fp8: operands as PyTorch casts them to 8 bits, their scales, and the products of these in fp64.
+"""Makes the golden data of products in fp8: operands as PyTorch casts them to 8 bits, their scales, and their products in
+fp64.
 
-One linear layer, x [M, K], weight [N, K], dy [M, N], by each recipe.  Quantised operands and scales must agree bit for bit;
-they are stored as 8-bit patterns, four to an int32, and as the fp32 numbers by which blocks are multiplied.  Products are
-stored as their rows' sums with random weights, beside the sums of the terms' magnitudes, which bound the error.
-Where this PyTorch has torch._scaled_mm on the CPU, its product must agree too.
+There is one linear layer, x [M, K], weight [N, K], dy [M, N], for each recipe.  Quantised operands and scales must agree
+bit for bit.  They are stored as 8-bit patterns, four to an int32, and as the fp32 numbers by which blocks are multiplied.
+Products are stored as their rows' sums with random weights, beside the sums of the terms' magnitudes, which bound the
+error.  If this PyTorch has torch._scaled_mm on the CPU, its product must agree too.
 """
 import numpy as np
 import torch

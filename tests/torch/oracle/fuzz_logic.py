@@ -1,20 +1,20 @@
-"""Random programs of scaler calls and of autocast regions, with what PyTorch does; tests/torch/t_differential.c replays them.
+"""Makes random programs of scaler calls and autocast regions, with PyTorch's results, for t_differential.c.
 
     python tests/torch/oracle/fuzz_logic.py                            (writes tests/torch/golden/fuzz_logic.txt; --check compares)
     python tests/torch/oracle/fuzz_logic.py --seed 7 --out FILE        (the large corpus of `make differential`)
 
-Scaler programs drive torch.amp.GradScaler("cpu") through all of its methods: one or two scalers, up to four optimizers
-(plain and fused SGD, and gradient sets of every dtype), up to three losses, real backward passes.  A line holds one call
-and what came of it: the number of the amp_result that stands for PyTorch's exception, the scale's bits, the growth
+Scaler programs call torch.amp.GradScaler("cpu") through all of its methods.  They have one or two scalers, up to four
+optimizers (plain and fused SGD, and gradient sets of every dtype), up to three losses, and real backward passes.  A line
+has one call and its results: the number of the amp_result that stands for PyTorch's exception, the scale's bits, the growth
 tracker, and a hash of every gradient and weight.
 
-Autocast programs drive torch.autocast in up to five threads, on the states of "cuda" and "cpu", which are amp.h's two
-contexts (PyTorch keeps the state of "cuda" without a GPU).  The dtypes that operators return come from autocast.txt,
-which PyTorch decided; forwards and backwards of linear run live on "cpu" and as explicit casts on "cuda".
+Autocast programs call torch.autocast in up to five threads, on the states of "cuda" and "cpu", which are amp.h's two
+contexts (PyTorch keeps the state of "cuda" without a GPU).  The dtypes that operators return come from autocast.txt, which
+has PyTorch's decisions.  Forwards and backwards of linear run directly on "cpu", and as explicit casts on "cuda".
 
-Preset programs run several scalers at once by the rules in scaler.py, first of all the table of presets compared.
+Preset programs run several scalers at once by the rules in scaler.py.  The first one is the table of presets compared.
 
-DIFFERENCES and NOT_MET tell what amp.h does otherwise, on purpose, and what PyTorch does not define.
+DIFFERENCES and NOT_MET say where amp.h differs on purpose, and what PyTorch does not define.
 """
 import collections
 import io

@@ -1,41 +1,48 @@
-"""Random tensors through PyTorch: the corpus that tests/torch/t_differential_tensors.c replays.
+"""Runs random tensors through PyTorch and writes the corpus that tests/torch/t_differential_tensors.c replays.
 
     python tests/torch/oracle/fuzz_tensors.py                          the committed corpus, tests/torch/golden/fuzz_tensors.bin
     python tests/torch/oracle/fuzz_tensors.py --seed 7 --cases 1000 --out FILE      a large one, for `make differential`
 
-A case is a list of numbers: what is called, with which sizes, strides, dtypes, flags and kind of values.  Inputs come
-from counter-based random numbers that both sides have, so only what PyTorch made of them is stored, per output:
-the root mean square over 16 seeds of PyTorch's own error (everything stored in the case's dtype, against an fp64 run on
-the same stored inputs), a random projection and the norm of the fp64 results, by which the C program's own fp64
-reference is checked, and, where something is not finite, which elements PyTorch made infinite or NaN.
+A case is a list of numbers: the function that is called, and its sizes, strides, dtypes, flags and kind of values.  Inputs
+come from counter-based random numbers that both sides have, so only PyTorch's results are stored.  For each output, these
+are:
+  - the root mean square over 16 seeds of PyTorch's own error (everything stored in the case's dtype, against an fp64 run on
+    the same stored inputs);
+  - a random projection and the norm of the fp64 results, which check the C program's own fp64 reference;
+  - if an element is not finite, which elements PyTorch made infinite or NaN.
 
-What PyTorch does not define, and what is done instead:
-  - rows whose keys are all masked, or whose scores are all -inf (NaN or 0, depending on kernel and version): both sides are
-    given zeros, as amp.h says
-  - masked keys of a row whose softmax is NaN: left out
-  - masked keys and values of attention that hold inf or NaN (0 times inf inside PyTorch): such come without masks only
-  - elements that overflow on the way: an element whose class (finite, inf, -inf, NaN) in PyTorch's run differs from that
-    of the fp64 result rounded to the dtype, or from that of the plain formula in fp32, depends on an algorithm, and is
-    left out; the C program counts these
-  - values whose squares or products overflow fp32 inside a norm, a product or an activation, which ends in inf, NaN or 0
-    by the order of operations: the largest values are kept below that
-  - infinite gradients of probabilities that are 0 (0 times inf in PyTorch; nothing in amp.h), and sums that are infinite
-    times normalised values that underflow: not drawn
-  - subnormal operands and products in bf16, which AVX512-BF16 and AMX instructions take as 0: kept out
-  - attention of values beyond 2^6, whose gradients cancel beyond every digit, in fp64 too; and in fp16 gradients of scores
-    below its normal numbers, which PyTorch's CPU kernel keeps in fp32 and amp.h rounds to the compute dtype, as CUDA
-    kernels do: attention's values are at most 2^6, or infinite or NaN
-  - clipping while unscaling, one multiplication by fp32(1 / scale * coefficient) in amp.h: the factor is kept normal
-  - sign and payload of NaN
-  - fp8 on a CPU: PyTorch's side is its casts with the scales of tests/torch/oracle/fp8.py, and products of these in fp64
-  - TF32 on a CPU: PyTorch's side is fp32 products of operands rounded to TF32 by hand, ties away from zero
-  - weights stored in 16 bits with fp32 masters: PyTorch's side keeps fp32 weights and rounds them at the end
-  - clipping by a norm that is NaN: PyTorch makes every gradient NaN, amp.h leaves those that are not; the step is skipped
-  - a non-finite gradient without a scaler poisons PyTorch's weights; amp.h skips unless asked, so such steps come with
-    a scaler only
-Not compared because PyTorch has no such thing: documents, windows and prefixes other than as boolean masks, unequal
-moment dtypes, stochastic rounding; and because amp.h has no such thing: additive masks with other values than 0 and
--inf (PyTorch is given half of the masks in that form), amsgrad, Adam with L2 decay, grouped queries.
+PyTorch does not define some results.  They are treated as follows:
+  - Rows whose keys are all masked, or whose scores are all -inf, are NaN or 0, depending on kernel and version.  Both sides
+    are given zeros, as amp.h documents.
+  - Masked keys of a row whose softmax is NaN are left out.
+  - Masked keys and values of attention that hold inf or NaN give 0 times inf inside PyTorch.  Such cases come without masks
+    only.
+  - Elements that overflow on the way depend on the algorithm.  An element is left out, and counted by the C program, if its
+    class (finite, inf, -inf, NaN) in PyTorch's run differs from that of the fp64 result rounded to the dtype, or from that
+    of the plain formula in fp32.
+  - Values whose squares or products overflow fp32 inside a norm, a product or an activation give inf, NaN or 0 by the order
+    of operations.  The largest values are kept below that.
+  - Infinite gradients of probabilities that are 0 (0 times inf in PyTorch, nothing in amp.h), and sums that are infinite
+    times normalised values that underflow, are not drawn.
+  - Subnormal operands and products in bf16, which AVX512-BF16 and AMX instructions take as 0, are kept out.
+  - Attention of values beyond 2^6 has gradients that cancel beyond every digit, in fp64 too.  In fp16, PyTorch's CPU kernel
+    keeps gradients of scores below the normal numbers of fp16 in fp32, and amp.h rounds them to the compute dtype, as CUDA
+    kernels do.  Therefore attention's values are at most 2^6, or infinite or NaN.
+  - Clipping while unscaling is one multiplication by fp32(1 / scale * coefficient) in amp.h.  The factor is kept normal.
+  - Sign and payload of NaN are not compared.
+  - For fp8 on a CPU, PyTorch's side is its casts with the scales of tests/torch/oracle/fp8.py, and products of these in
+    fp64.
+  - For TF32 on a CPU, PyTorch's side is fp32 products of operands rounded to TF32 by hand, ties away from zero.
+  - For weights stored in 16 bits with fp32 master weights, PyTorch's side keeps fp32 weights and rounds them at the end.
+  - When clipping by a norm that is NaN, PyTorch makes every gradient NaN.  amp.h does not change the other gradients, and the
+    step is skipped.
+  - A non-finite gradient without a scaler makes PyTorch's weights NaN.  amp.h skips the step by default, so such steps come
+    with a scaler only.
+
+Some features are not compared because PyTorch does not have them: documents, windows and prefixes other than as boolean
+masks, unequal moment dtypes, and stochastic rounding.  Others are not compared because amp.h does not have them: additive
+masks with other values than 0 and -inf (PyTorch is given half of the masks in that form), amsgrad, Adam with L2 decay, and
+grouped queries.
 """
 import argparse
 import functools

@@ -1,8 +1,8 @@
-"""Golden data of the GPT-2 tests: Hugging Face's GPT2LMHeadModel at odd small sizes, dropout 0.
+"""Makes the golden data of the GPT-2 tests: Hugging Face's GPT2LMHeadModel at odd small sizes, without dropout.
 
-Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `fill`),
-so only results are stored: the loss for every seed; logits and every gradient, of an fp64 run and rounded to fp32, for
-the first ones; and the RMS over all seeds of PyTorch's own error in fp32 and under bf16 and fp16 autocast.
+Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `fill`), so only results
+are stored.  These are the loss for every seed, logits and every gradient for the first seeds (of an fp64 run, rounded to
+fp32), and the RMS over all seeds of PyTorch's own error in fp32 and under bf16 and fp16 autocast.
 """
 import numpy as np
 import torch

@@ -1,9 +1,9 @@
-"""The example classifier and transformers evaluate the same model on the same texts to the same loss, both ways.
+"""Checks that the example classifier and transformers compute the same loss of the same model on the same texts, both ways.
 
-transformers -> C: random BERTs and ELECTRAs that save_pretrained wrote, with their vocab.txt, evaluated by `--epochs 0`;
-with other activations, epsilons and names of the labels too.
-C -> transformers: what the classifier trained and saved, opened by from_pretrained, with BertTokenizer over its vocab.txt.
-Runs build/train_classifier.  Writes no golden data: it passes or fails.
+transformers -> C: random BERTs and ELECTRAs that save_pretrained wrote, with their vocab.txt, are evaluated by `--epochs
+0`.  Some have other activations, epsilons and names of the labels.  C -> transformers: a model that the classifier trained
+and saved is opened by from_pretrained, with BertTokenizer over its vocab.txt.  The script runs build/train_classifier.  It
+writes no golden data: it passes or fails.
 """
 import json
 import os

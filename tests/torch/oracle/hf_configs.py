@@ -1,8 +1,8 @@
-"""Golden data of models whose config.json is not the usual one: activations, epsilons, attention scales and windows.
+"""Makes the golden data of models whose config.json is unusual: activations, epsilons, attention scales and windows.
 
-For each case the config.json that transformers writes, into hf_configs.json, and of the model in fp64 the logits, the loss,
-the norm of all gradients together and of the word embeddings' alone, into hf_configs.bin.  Weights, tokens, labels and
-lengths are those of gpt2.py and hf_encoder.py for seed 3; t_model.c and t_classifier.c make them again.
+For each case, hf_configs.json has the config.json that transformers writes.  hf_configs.bin has the logits of the model in
+fp64, the loss, the norm of all gradients together, and the norm of the word embeddings' gradient.  Weights, tokens, labels
+and lengths are those of gpt2.py and hf_encoder.py for seed 3.  t_model.c and t_classifier.c make them again.
 """
 import json
 

@@ -1,8 +1,10 @@
-"""Golden data of the classifier's tests: Hugging Face's encoders for sequence classification at small sizes, dropout 0.
+"""Makes the golden data of the classifier's tests: Hugging Face's encoders for sequence classification at small sizes,
+without dropout.
 
-BERT, RoBERTa, ELECTRA with narrow embeddings, Longformer and DeBERTa v3, in fp64, and PyTorch's own errors beside it as in gpt2.py.
-Each parameter comes from the counter-based random stream whose number is the FNV-1a hash of its name; t_classifier.c
-makes parameters, tokens, labels and lengths again.  Token 1 is padding, in all families, and no token of the text.
+They are BERT, RoBERTa, ELECTRA with narrow embeddings, Longformer and DeBERTa v3, in fp64, with PyTorch's own errors as in
+gpt2.py.  Each parameter comes from the counter-based random stream whose number is the FNV-1a hash of its name.
+t_classifier.c makes parameters, tokens, labels and lengths again.  Token 1 is padding in all families, and does not occur
+in the text.
 """
 import numpy as np
 import torch

@@ -1,11 +1,13 @@
-"""Checkpoints between transformers and examples/gpt_files.h, both ways, with the same logits.
+"""Checks that checkpoints go from transformers to examples/gpt_files.h and back with the same logits.
 
-transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.
-The same with every configuration of hf_configs.py, whose config.json must come back.
-C -> transformers: a file that C initialised, and files that C read and wrote again, whose weights are the same bits.
-Llama of examples/llama.h: the same both ways, with grouped heads; what it does not compute is refused.
-llm.c -> C: its model files, version 3 (fp32) and 5 (bf16), with a padded vocabulary.
-Builds tests/torch/hf_logits.c with $CC (gcc).  Writes no golden data: it passes or fails.
+  - transformers -> C: fp32, fp16 and bf16 files, with and without the "transformer." prefix.  The same with every
+    configuration of hf_configs.py, whose config.json must be written back unchanged.
+  - C -> transformers: a file that C initialised, and files that C read and wrote again, whose weights must have the same
+    bits.
+  - Llama of examples/llama.h: the same both ways, with grouped heads.  Configurations that it cannot compute must return an
+    error.
+  - llm.c -> C: its model files, version 3 (fp32) and 5 (bf16), with a padded vocabulary.
+The script builds tests/torch/hf_logits.c with $CC (gcc).  It writes no golden data: it passes or fails.
 """
 import json
 import os

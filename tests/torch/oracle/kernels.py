@@ -1,9 +1,9 @@
-"""Golden data of the kernel tests: PyTorch's activations, norms, losses and embedding, and transformers' rotary positions,
-on small matrices.
+"""Makes the golden data of the kernel tests: activations, norms, losses, embedding and rotary positions on small matrices.
 
-Inputs come from counter-based random numbers that t_kernels.c makes again, so only results are stored: every output of
-an fp64 run on fp32 inputs for seed 0, rounded to fp32, and per output the RMS over the seeds of PyTorch's own error when
-everything is stored in fp32, bf16 or fp16 (its error to an fp64 run on the same rounded inputs).
+The rotary positions are those of transformers, and the others are PyTorch's.  Inputs come from counter-based random numbers
+that t_kernels.c makes again, so only results are stored.  These are every output of an fp64 run on fp32 inputs for seed 0,
+rounded to fp32, and per output the RMS over the seeds of PyTorch's own error when everything is stored in fp32, bf16 or
+fp16 (its error to an fp64 run on the same rounded inputs).
 """
 import numpy as np
 import torch

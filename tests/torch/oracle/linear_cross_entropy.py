@@ -1,8 +1,9 @@
-"""Golden data of amp_linear_cross_entropy: F.cross_entropy(F.linear(x, weight, bias)) and its autograd gradients.
+"""Makes the golden data of amp_linear_cross_entropy: F.cross_entropy(F.linear(x, weight, bias)) and its autograd gradients.
 
-Inputs come from counter-based random numbers that t_linear_cross_entropy.c makes again, so only results are stored: loss
-and gradients of an fp64 run on fp32 inputs for seed 0, rounded to fp32, and per output the RMS over the seeds of PyTorch's
-own error when all is stored in bf16 or fp16 and the loss is taken of logits in fp32, as in a region of torch.autocast.
+Inputs come from counter-based random numbers that t_linear_cross_entropy.c makes again, so only results are stored.  These
+are loss and gradients of an fp64 run on fp32 inputs for seed 0, rounded to fp32, and per output the RMS over the seeds of
+PyTorch's own error when all is stored in bf16 or fp16 and the loss is computed from logits in fp32, as in a region of
+torch.autocast.
 """
 import numpy as np
 import torch

@@ -1,7 +1,8 @@
-"""Golden data of the Llama tests: Hugging Face's LlamaForCausalLM at odd small sizes, with grouped key and value heads.
+"""Makes the golden data of the Llama tests: Hugging Face's LlamaForCausalLM at odd small sizes, with grouped key and value
+heads.
 
-Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `fill`), so only
-results are stored, as by gpt2.py.
+Weights, tokens and targets come from counter-based random numbers that t_model.c makes again (see `fill`), so only results
+are stored, as in gpt2.py.
 """
 import numpy as np
 import torch

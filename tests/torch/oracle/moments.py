@@ -1,12 +1,12 @@
-"""Golden data of t_optimizer.c's 8-bit moments: the maps, codes and scales of bitsandbytes, and 100 steps of its 8-bit
-AdamW, Lion and SGD on the CPU.
+"""Makes the golden data of t_optimizer.c's 8-bit moments, with bitsandbytes on the CPU.
 
     python tests/torch/oracle/moments.py     (writes tests/torch/golden/moments.bin; --check only compares)
 
-The rounding of bitsandbytes is to the nearest number of the map, everywhere but for one shortcut: of fp32, fp16 and bf16
-its CPU library looks the code up in a table of 65,536 equal steps of [-1, 1], which has no step at 0.  Zero becomes 2e-5
-of the block's largest number there, and a weight that gets no gradient moves.  Of fp64 the same call computes the
-rounding, so that is what is compared here; the shortcut is shown to be this rounding, but for its steps.
+It has the maps, codes and scales of bitsandbytes, and 100 steps of its 8-bit AdamW, Lion and SGD.  bitsandbytes rounds to
+the nearest number of the map, with one exception.  For fp32, fp16 and bf16, its CPU library looks the code up in a table of
+65,536 equal steps of [-1, 1], which has no step at 0.  With that table, zero becomes 2e-5 of the block's largest number,
+and a weight that gets no gradient moves.  For fp64, the same call computes the rounding.  Therefore fp64 is compared here.
+The script also checks that the table is this rounding, apart from its steps.
 """
 import bitsandbytes.backends.cpu.ops as cpu
 import bitsandbytes.functional as bnb

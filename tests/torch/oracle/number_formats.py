@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Golden data of tests/unit/t_numbers.c: python tests/torch/oracle/number_formats.py  (about 10 minutes, one core)
+"""Makes the golden data of tests/unit/t_numbers.c, in about 10 minutes on one core.
 
-tests/torch/golden/numbers.txt: CRC-32 of the results for blocks of inputs, one "format direction block crc" a line.
+    python tests/torch/oracle/number_formats.py
+
+tests/torch/golden/numbers.txt has the CRC-32 of the results for blocks of inputs, one "format direction block crc" per
+line.
   narrow: the 2^24 fp32 patterns whose upper byte is `block`, to each format; by PyTorch and by ml_dtypes
-          (fp16: numpy), which must agree, but that PyTorch from 2.12 on saturates E4M3 where ml_dtypes gives NaN;
+          (fp16: numpy), which must agree, except that PyTorch from 2.12 on saturates E4M3 where ml_dtypes gives NaN;
           TF32 by fp64 arithmetic, ties away from zero.
   widen:  256 patterns from 256 * block on (fp8: all), to fp32; by ml_dtypes (fp16: numpy).
   Before the CRC every NaN is replaced by the one NaN of the table FORMATS.
-tests/torch/golden/numbers_f64.txt: fp64 patterns and their fp16, bf16, E4M3, E5M2, fp32 and TF32 patterns, rounded
-  once with rational arithmetic over the list of all values of a format; many lie at or beside a midpoint.
+tests/torch/golden/numbers_f64.txt has fp64 patterns and their fp16, bf16, E4M3, E5M2, fp32 and TF32 patterns.  They are
+rounded once with rational arithmetic over the list of all values of a format.  Many are at or beside a midpoint.
 """
 import random
 import struct

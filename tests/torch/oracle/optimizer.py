@@ -1,11 +1,11 @@
-"""Golden data of tests/unit/t_optimizer.c: 100 steps of torch.optim.AdamW and SGD, and of the Lion paper's rule, on the same
-gradients.
+"""Makes the golden data of tests/unit/t_optimizer.c: 100 steps of AdamW, SGD and Lion on the same gradients.
 
     python tests/torch/oracle/optimizer.py     (writes tests/torch/golden/optimizer.bin; --check only compares)
 
-Weights and gradients come from the generator that both sides have.  Every case is run in fp64, which is the result to
-come close to, and in fp32, whose distance from it is the measure of how close that has to be.  Mixed: weights begin as
-bf16 numbers, and gradients are rounded to bf16; the result is the master.
+AdamW and SGD are those of torch.optim, and Lion is the rule of its paper.  Weights and gradients come from the generator
+that both sides have.  Every case is run in fp64 and in fp32.  The fp64 run is the exact result.  The distance of the fp32
+run from it is the measure of how close amp.h must be.  In the mixed cases, weights begin as bf16 numbers, gradients are
+rounded to bf16, and the result is the master weight.
 """
 import numpy as np
 import torch

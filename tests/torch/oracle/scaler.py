@@ -1,8 +1,8 @@
-"""Golden data of tests/unit/t_scaler.c: PyTorch's loss scaler and kernels, and the rules of the other presets.
+"""Makes the golden data of tests/unit/t_scaler.c: PyTorch's loss scaler and kernels, and the rules of the other presets.
 
     python tests/torch/oracle/scaler.py        (writes tests/torch/golden/scaler.txt; --check only compares)
 
-Every trace is driven by the same generator on both sides, so only checksums and samples are stored.
+The same generator makes every trace on both sides, so only checksums and samples are stored.
 """
 import io
 import math

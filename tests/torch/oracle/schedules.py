@@ -1,7 +1,7 @@
-"""Golden data of amp_schedule_lr: learning rates of the first 60 steps, in fp64.
+"""Makes the golden data of amp_schedule_lr: learning rates of the first 60 steps, in fp64.
 
-transformers' schedules begin their warmup at 0 (.from_zero).  PyTorch's LinearLR from 1 / warmup, then CosineAnnealingLR
-or LinearLR, is the other warmup; PyTorch takes each of these rates from the one before.
+The schedules of transformers begin their warmup at 0 (.from_zero).  PyTorch's LinearLR from 1 / warmup, followed by
+CosineAnnealingLR or LinearLR, is the other warmup.  PyTorch computes each of these rates from the one before.
 """
 import numpy as np
 import torch

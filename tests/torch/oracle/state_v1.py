@@ -1,4 +1,4 @@
-"""tests/torch/golden/state_v1.blob: a state blob of format version 1, written from the format's description alone.
+"""Makes tests/torch/golden/state_v1.blob, a state blob of format version 1, from the format's description alone.
 
     python tests/torch/oracle/state_v1.py
 """

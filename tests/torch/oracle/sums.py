@@ -1,8 +1,9 @@
-"""Golden data of the long sums: PyTorch's own errors in fp32, as the number of terms grows.
+"""Makes the golden data of the long sums: PyTorch's own errors in fp32, as the number of terms grows.
 
 Inputs come from counter-based random numbers that t_kernels.c makes again.  The error is |result - fp64 result| over the
-root of the larger of sum(results^2) and sum(terms^2), so that sums that cancel count no more than others, in units of 2^-24.
-The terms are uniform in [-1, 1), or in [0, 1) where the name ends in "+".  One thread: PyTorch's order depends on it.
+root of the larger of sum(results^2) and sum(terms^2), in units of 2^-24, so that sums that cancel count no more than
+others.  The terms are uniform in [-1, 1), or in [0, 1) if the name ends in "+".  PyTorch runs on one thread, because its
+order depends on the number of threads.
 """
 import numpy as np
 import torch

@@ -1,5 +1,5 @@
-"""tensorboard_read.py FOLDER - the scalars of the event files in a folder as the tensorboard package reads them, one line
-each: tag, step, value.  Exits with 77 and the reason where the package is not installed."""
+"""tensorboard_read.py FOLDER - prints the scalars of the event files in a folder, as the tensorboard package reads them.
+Each line has tag, step and value.  If the package is not installed, the script prints the reason and exits with 77."""
 import sys
 
 try:

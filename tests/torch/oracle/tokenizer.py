@@ -1,5 +1,8 @@
-"""Golden data of t_tokenizer.c: a small byte-level BPE trained on this project's text, and texts with the tokens and
-the lengths of the words that transformers gives them: "hex-text n tokens... lengths...".  `tokenizer.py --classes` prints the table of character classes in examples/bpe.h instead.
+"""Makes the golden data of t_tokenizer.c: a small byte-level BPE trained on this project's text, and tokens of
+transformers.
+
+A line has a text, its tokens, and the lengths of the words that transformers gives: "hex-text n tokens... lengths...".
+`tokenizer.py --classes` prints the table of character classes in examples/bpe.h instead.
 """
 import glob
 import json

@@ -1,5 +1,8 @@
-"""Golden data of the WordPiece tests: a small vocabulary, and texts with the tokens that transformers' BertTokenizer gives
-them: "cased hex-text tokens...".  `wordpiece.py --tables` prints the tables of characters in examples/wordpiece.h instead.
+"""Makes the golden data of the WordPiece tests: a small vocabulary, and texts with the tokens of transformers'
+BertTokenizer.
+
+A line is "cased hex-text tokens...".  `wordpiece.py --tables` prints the tables of characters in examples/wordpiece.h
+instead.
 """
 import pathlib
 import random
