@@ -13511,7 +13511,7 @@ static void ampi_close_objects(amp_context *amp) {
         ampi_object_unlist(o);
         if (!o->unwanted)
             ampi_log(amp, AMP_LOG_WARNING, 1006, "amp_close: the %s%s%s was not destroyed before its context, and is "
-                     "stopped now: call its destroy before amp_close", o->kind, o->name[0] ? " of " : "", o->name);
+                     "stopped now", o->kind, o->name[0] ? " of " : "", o->name);
         ampi_object_stop(o);
         if (o->unfinished || o->unwanted) ampi_object_let_go(o);
     }
