@@ -8146,7 +8146,7 @@ static amp_result ampi_state_check_directory(const ampi_blob *b) {
     ampi_record record;
     if (ampi_crc_add(&b->crc, 0, b->data + AMPI_STATE_HEADER, (size_t)b->directory) != ampi_le32(b->data + 32))
         return ampi_fail(AMP_ERR_CHECKSUM, b->function,
-                         "%s: the list of its records does not have the checksum that was written", b->name);
+                         "%s: its directory does not have the checksum that was written", b->name);
     for (i = 0; i < b->records; i++) AMPI_TRY(ampi_state_check_entry(b, i, &left, &record));
     if (left != 0)
         return ampi_fail(AMP_ERR_CHECKSUM, b->function, "%s: %llu bytes at its end belong to no record", b->name,
@@ -13510,9 +13510,8 @@ static void ampi_close_objects(amp_context *amp) {
         if (o == NULL) break;
         ampi_object_unlist(o);
         if (!o->unwanted)
-            ampi_log(amp, AMP_LOG_WARNING, 1006,
-                     "amp_close: the %s%s%s was not destroyed before its context; it is stopped now", o->kind,
-                     o->name[0] ? " of " : "", o->name);
+            ampi_log(amp, AMP_LOG_WARNING, 1006, "amp_close: the %s%s%s was not destroyed before its context, and is "
+                     "stopped now", o->kind, o->name[0] ? " of " : "", o->name);
         ampi_object_stop(o);
         if (o->unfinished || o->unwanted) ampi_object_let_go(o);
     }
@@ -14206,7 +14205,7 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     if (notice != AMPI_CLOSING) return;
     if (views > 0)
         ampi_log(amp, AMP_LOG_WARNING, 1008,
-                 "amp_close: masks of amp_mask_get were not released, but their memory is freed: %d", views);
+                 "amp_close: %d masks of amp_mask_get were not released, and their memory is freed", views);
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
@@ -18163,8 +18162,8 @@ static amp_result ampi_model_add(amp_model *m, const char *name, int64_t rows, i
     row->grad = p->grad.data;
     for (i = 0; i < m->n && result == AMP_OK && m->rows[i].keeper == NULL; i++) {}
     if (result == AMP_OK && i < m->n)
-        ampi_log(amp, AMP_LOG_WARNING, 1105,
-                 "amp_model_param: %s is added after amp_optimizer_create, so no optimizer has it", name);
+        ampi_log(amp, AMP_LOG_WARNING, 1105, "amp_model_param: %s is added after amp_optimizer_create, so no optimizer "
+                 "has it: add all parameters before", name);
     if (result == AMP_OK) { m->n++; return AMP_OK; }
     amp_free(amp, p->weight.data);
     amp_free(amp, p->grad.data);
@@ -18304,8 +18303,9 @@ static amp_result ampi_models_own(amp_context *amp, const amp_param *params, int
         }
     }
     if (rounded > 0)
-        ampi_log(amp, AMP_LOG_WARNING, 1049, "amp_optimizer_create: %lld 16-bit weights were loaded before: their "
-                 "masters start without the other bits; call amp_model_load after this", (long long)rounded);
+        ampi_log(amp, AMP_LOG_WARNING, 1049, "amp_optimizer_create: %lld 16-bit weights were loaded before, so their "
+                 "masters start without the bits that 16 do not hold; call amp_model_load after this",
+                 (long long)rounded);
     return AMP_OK;
 }
 static void ampi_models_disown(amp_context *amp, const void *owner) {
@@ -23570,11 +23570,12 @@ static void ampi_grow_late(amp_optimizer *o) {
         ampi_gradient_live(p, 0);
     }
     if (ampi_optimizer_grow(o, "amp_step", 0) == AMP_OK && o->set->n > before)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these have a gradient since amp_optimizer_create, and are "
-                 "stepped from the next step on: %s", ampi_named_more(&come));
+        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these parameters have a gradient since "
+                 "amp_optimizer_create, and are stepped from the next step on: %s", ampi_named_more(&come));
     else
-        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these have a gradient since amp_optimizer_create, and "
-                 "cannot be stepped yet: %s: %.200s", ampi_named_more(&come), ampi_error_text);
+        ampi_log(o->amp, AMP_LOG_WARNING, 1111, "amp_step: these parameters have a gradient since "
+                 "amp_optimizer_create, and cannot be stepped yet: %s: %.200s", ampi_named_more(&come),
+                 ampi_error_text);
 }
 
 static amp_result ampi_optimizer_build(amp_optimizer *o, int64_t rows) {
@@ -24891,11 +24892,12 @@ static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t b
 }
 static void ampi_warn_named(const amp_optimizer *o, ampi_named *named) {
     if (named[0].n > 0)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1112, "amp_optimizer_load: frozen here, so what was saved for them is left "
-                 "out: %s", ampi_named_more(&named[0]));
+        ampi_log(o->amp, AMP_LOG_WARNING, 1112,
+                 "amp_optimizer_load: these parameters are frozen here, so what was saved for them is left out: %s",
+                 ampi_named_more(&named[0]));
     if (named[1].n > 0)
-        ampi_log(o->amp, AMP_LOG_WARNING, 1112, "amp_optimizer_load: frozen when the state was saved, so their moments "
-                 "start at zero: %s", ampi_named_more(&named[1]));
+        ampi_log(o->amp, AMP_LOG_WARNING, 1112, "amp_optimizer_load: these parameters were frozen when the state was "
+                 "saved, so their moments start at zero: %s", ampi_named_more(&named[1]));
 }
 static amp_result ampi_load_names(ampi_archive *r, ampi_named *named) {
     const amp_system *s = ampi_context_system(r->o->amp);
@@ -26826,9 +26828,9 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     if (apart.which < 0) {
         if (!ampi_path_adopt(amp, apart.path) && !ampi_paths_agree(amp, apart.path, (int)amp->machine.cpu.path) &&
             ampi_log_count(amp, 1114) == 1)
-            ampi_log(amp, AMP_LOG_WARNING, 1114,
-                     "rank 0 multiplies by %s, this one by %s: bits depend on which rank does what",
-                     ampi_cpu_path_name((amp_cpu_path)apart.path), ampi_cpu_path_name(amp->machine.cpu.path));
+            ampi_log(amp, AMP_LOG_WARNING, 1114, "rank 0 multiplies by %s, this one by %s, so results depend on which "
+                     "rank computes them: set the same .cpu_path on all", ampi_cpu_path_name((amp_cpu_path)apart.path),
+                     ampi_cpu_path_name(amp->machine.cpu.path));
         return AMP_OK;
     }
     if (apart.which == AMPI_FACT_DTYPE)
@@ -28890,8 +28892,8 @@ static amp_result ampi_loader_start(amp_loader *l) {
         ampi_worker *w = l->workers + i;
         int error = ampi_thread_start(&l->system, &w->thread, ampi_worker_main, w);
         if (error != 0)
-            return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld: %s", (long long)i,
-                             (long long)l->n_workers, strerror(-error));
+            return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld could not be started: %s",
+                             (long long)i, (long long)l->n_workers, strerror(-error));
         w->started = 1;
         l->threads++;
     }
@@ -35584,7 +35586,8 @@ static void ampi_note_good(amp_recovery *r, const amp_step_record *record) {
     if (c->training != NULL || r->desc.optimizer->micro > 0 || record->result.applied_steps < r->next) return;
     r->next = record->result.applied_steps + r->desc.interval;
     if (ampi_recovery_take(r, c) != AMP_OK)
-        ampi_log(r->amp, AMP_LOG_WARNING, 1304, "no snapshot at step %lld, the one at %lld applied steps stays: %s",
+        ampi_log(r->amp, AMP_LOG_WARNING, 1304,
+                 "no snapshot could be taken at step %lld, so the one after %lld applied steps stays: %s",
                  (long long)record->result.step, (long long)r->good.applied, amp_last_error());
 }
 

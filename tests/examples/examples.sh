@@ -289,7 +289,7 @@ refused "README.md: line 1" --tokenizer tests/torch/golden/tokenizer_vocab.json 
 refused "--tokenizer" --vocab 99 $bpe
 refused "levels O2 and O3" --masters remainder --level O1
 refused "has none" --masters fp32 --level O3 --precision bf16
-refused "needs a bf16 weight" --masters remainder --level O2 --precision fp16
+refused "is for bf16 weights" --masters remainder --level O2 --precision fp16
 refused "--moments" --moments fp16
 printf 'dtype = bf16\nlog_interval = often\n' > "$work/bad.conf"
 refused "bad.conf: line 2: .log_interval = often" --config "$work/bad.conf"

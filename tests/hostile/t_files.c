@@ -199,7 +199,7 @@ TEST(a_stream_without_an_end) {
     s.file_read = endless_read;
     said.size = -ESPIPE;
     CHECK_ERR(amp_file_read_all(&s, in_folder("any"), &data, &bytes), AMP_ERR_READ);
-    CHECK(says("copy it into a file"));
+    CHECK(says("must be copied into a file"));
 }
 
 /* ---- What cannot be a data file is refused by name, and at once */
@@ -250,7 +250,7 @@ TEST(data_files_are_regular_files) {
     CHECK(says(folder));
     if (access("/proc/self/status", R_OK) == 0) {       /* a regular file of size 0, says fstat */
         CHECK_ERR(load(amp, "/proc/self/status", &loader), AMP_ERR_OPEN);
-        CHECK(says("/proc/self/status") && says("copy it"));
+        CHECK(says("/proc/self/status") && says("must be copied"));
     }
     write_plain(in_folder("none"), "", 0);
     CHECK_ERR(load(amp, in_folder("none"), &loader), AMP_ERR_RANGE);

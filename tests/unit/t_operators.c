@@ -760,7 +760,7 @@ TEST(refusals) {
     op.weight = &weight;
     op.x = amp_tensor2(x, AMP_F32, 7, 4); op.y = amp_tensor2(y, AMP_F32, 7, 5);
     CHECK_ERR(amp_linear(amp, &op), AMP_ERR_SHAPE);
-    CHECK(strstr(amp_last_error(), ".weight is [5, 3] fp32, must be [5, 4]: w;") != NULL);
+    CHECK(strstr(amp_last_error(), ".weight is [5, 3] fp32, must be [5, 4]: w") != NULL && amp_last_error()[strlen(amp_last_error()) - 1] == 'w');
     CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_STATE);
     op.x.dtype = AMP_F64;
     CHECK_ERR(amp_linear(amp, &op), AMP_ERR_DTYPE);
