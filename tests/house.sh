@@ -176,6 +176,12 @@ if [ -s "$work/map" ] && parts_of < tests/README.md | cmp -s - "$work/map"; then
 if sh tests/map.sh "$work/cut" > /dev/null && [ "$(cat "$work"/cut/amp_[0-9]* | wc -c)" -eq "$(wc -c < amp.h)" ] &&
     [ -z "$(find "$work/cut" -size +600k)" ]; then pass; else fail "make map" "the parts are not amp.h"; fi
 
+# What the mutants change is still there: `make mutants` then finds each of them.
+awk 'FNR == NR { if (/^- /) anchor[substr($0, 3)] = 1; next }
+    { for (a in anchor) if (index($0, a)) delete anchor[a] }
+    END { for (a in anchor) print a }' tests/mutants/mutants.txt amp.h > "$work/gone"
+if [ ! -s "$work/gone" ]; then pass; else fail "anchors of the mutants" "amp.h has no: $(head -n 3 "$work/gone")"; fi
+
 # A number of the log stands for one message: ids that calls share have the same beginning, and the backend's are its own.
 {
     grep -ohE 'AMP_LOG_[A-Z]+, [0-9]{4}, .*' amp.h | sed -E 's/^AMP_LOG_[A-Z]+, ([0-9]{4}), ("%s".*|"[^"]{0,20}|).*/\1 \2/'
