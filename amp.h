@@ -26674,7 +26674,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     b->process = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED);
     if (b->threaded && ampi_thread_start(s, &b->thread, ampi_buckets_main, b) == 0) b->started = 1;
     if (b->threaded && !b->started) {
-        ampi_log(b->amp, AMP_LOG_WARNING, 1105, "no thread could be started for sums over ranks, so they do not run "
+        ampi_log(b->amp, AMP_LOG_WARNING, 1117, "no thread could be started for sums over ranks, so they do not run "
                  "beside backward: raise the limit (ulimit -u)");
         b->threaded = 0;
     }
