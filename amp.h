@@ -38657,6 +38657,10 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.
+       The manual begins with a program of forty lines; the long one is examples/whole_program.c.  HOW DO I answers
+       questions in the words of PyTorch and CUDA programs.  AMP_NO_OPERATORS, AMP_NO_TAPE, AMP_NO_RANKS, AMP_NO_VECTOR
+       and AMP_NO_FP8 leave parts out.  Error texts name the pointer that is NULL and what to set.  They end with
+       amp_result_hint only where they do not themselves say what to do.
 
    0.2.0  Renamed, with unchanged meaning:
 
