@@ -8727,6 +8727,7 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
 
 /* ==== 6 >>products: implementation, matrix products on the CPU ==== */
 
+#if !defined(AMP_NO_OPERATORS)
 /* ---- >>backends: GEMM on the CPU
 
    C is cut into parts for the threads, by rows and columns, never by k: one thread forms each sum, block by block of k,
@@ -10062,8 +10063,11 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
     if (AMPI_HAS_FP8 && args->compute == AMP_FP8) return ampi_gemm_pack_fp8(cpu, args, packing);
     return ampi_gemm_pack_with(cpu, ampi_gemm_pick(cpu, args->compute), args, packing);
 }
+#endif /* AMP_NO_OPERATORS */
 
 /* ==== 6 >>cpu: implementation, the other CPU kernels and the table of the backend ==== */
+
+#if !defined(AMP_NO_OPERATORS)
 
 /* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
    that the error does not grow with the number of rows. */
@@ -10757,6 +10761,8 @@ static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args
     (void)stream;
     return ampi_softmax_run((ampi_cpu *)dev, args, ampi_softmax_backward_task);
 }
+#endif /* AMP_NO_OPERATORS */
+
 /* ---- The bandwidth-bound operators on the CPU.  Each loops over rows or tiles, widens its inputs to fp32, calls a
    vector kernel, and rounds its outputs once.  Sums over rows go by blocks whose size depends on the shape alone, added
    in order: the same bits for any number of threads. */
@@ -10862,6 +10868,8 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
     }
     return AMP_OK;
 }
+
+#if !defined(AMP_NO_OPERATORS)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
@@ -11732,6 +11740,7 @@ static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream)
     ampi_cpu_release(cpu, job.quarters, bytes);
     return AMP_OK;
 }
+#endif /* AMP_NO_OPERATORS */
 
 /* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which threads share.  Sums are
    per chunk, and the chunks are added in order: the same bits for any number of threads. */

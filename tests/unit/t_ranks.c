@@ -1631,13 +1631,13 @@ static void exchange_once(const exchanger *x, amp_context *amp, ampi_exchange e,
         e.in = e.out;
     } else memset(x->out, 99, (size_t)out * amp_dtype_size(e.dtype));
     CHECK_OK(ampi_exchange_run(amp, &e, NULL));
-    CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));         /* nobody goes on before all are done */
+    CHECK_OK(ampi_hook_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));         /* nobody goes on before all are done */
     for (int64_t i = 0; i < out; i++) {
         exchange_expected(x, &e, i, want);
         wrong += memcmp(x->out + (size_t)i * amp_dtype_size(e.dtype), want, amp_dtype_size(e.dtype)) != 0;
     }
     CHECK_MSG(wrong == 0, "%s, kind %d, %d x %s, rank %d of %d: %d wrong", how, (int)e.kind, (int)e.count, amp_dtype_name(e.dtype), x->rank, x->world, (int)wrong);
-    CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
+    CHECK_OK(ampi_hook_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
 }
 static void exchange_all(const exchanger *x, amp_context *amp, const char *how) {
     for (int t = 0; t < 5 * 4 * 5; t++) {
@@ -1664,7 +1664,7 @@ static void *run_exchanges(void *arg) {
         d.reducer.on_host = t < 2 ? 1 : t / 2 - 1;
         CHECK_OK(amp_open(&amp, &d));
         if (x->world > 1) exchange_all(x, amp, how[t]);
-        CHECK_OK(ampi_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
+        CHECK_OK(ampi_hook_reduce(amp, &(float){1}, 1, AMP_F32, AMP_REDUCE_SUM));
         if (x->world == 1) {
             unsigned char in[4] = {1, 2, 3, 4}, out[4] = {0};
             ampi_exchange e = ampi_exchange_of(AMPI_GATHER, in, out, 4, AMP_U8);

@@ -709,7 +709,7 @@ static const struct row {
     R(amp_convert_desc, seed, VALUE, 0, 0, 5, "stochastic: element i uses", try_stochastic), R(amp_convert_desc, offset, VALUE, 0, 0, 5, "stochastic: element i uses", try_stochastic)};
 enum { ROWS = sizeof rows / sizeof *rows };
 
-/* Structs that the library fills.  Those of part three are for kernels and backends. */
+/* Structs that the library fills.  Those behind Backends, in >>kernels, are for kernels and backends. */
 static const char *const made[] = {
     "amp_memory_info", "amp_cache_info", "amp_telemetry", "amp_plan", "amp_fp8_stats", "amp_tape_node_info", "amp_custom_call", "amp_grad_stats", "amp_parameter_bytes",
     "amp_step_result", "amp_sample", "amp_batch", "amp_loader_info", "amp_cpu_info", "amp_device", "amp_rates", "amp_machine", "amp_choice", "amp_mask_view", "amp_status",
@@ -778,7 +778,7 @@ static int read_header(void) {
     int in_comment = 0, structs = 0;
     FILE *file = fopen("amp.h", "r");
     if (file == NULL) return 0;
-    while (fgets(line, sizeof line, file) != NULL && strncmp(line, "/* ==== PART THREE", 18) != 0) {
+    while (fgets(line, sizeof line, file) != NULL && strncmp(line, "/* ---- Backends.  A ", 20) != 0) {
         if (type[0] == 0 && (sscanf(line, "typedef struct %63[a-z0-9_] {", type) == 1 || sscanf(line, "struct %63[a-z0-9_] {", type) == 1)) {
             if (strchr(line, '{') == NULL) { type[0] = 0; comment[0] = 0; continue; }
             body[0] = 0;
@@ -789,7 +789,7 @@ static int read_header(void) {
             said[0] = 0;
             squeeze(said, sizeof said, comment); squeeze(said, sizeof said, body);
             structs++;
-            if (!is_made(type)) read_struct(type, body, said);
+            if (strncmp(type, "amp_", 4) == 0 && !is_made(type)) read_struct(type, body, said);
             type[0] = comment[0] = 0;
             continue;
         }
