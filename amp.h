@@ -7575,7 +7575,7 @@ static amp_result ampi_check_pair(const char *function, ampi_place *out, ampi_pl
     ampi_find_extent(out);
     ampi_find_extent(other);
     if ((may && ampi_is_same_place(out, other)) || !ampi_share(out, other)) return AMP_OK;
-    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: give the output memory of its own%s",
+    return ampi_fail(AMP_ERR_CONFLICT, function, "%s and %s share memory: give the output separate memory%s",
                      out->field, other->field, may ? ", or make them the same view with elements of one size" : "");
 }
 
@@ -7610,7 +7610,7 @@ static amp_result ampi_check_own_gradient(const char *function, const amp_param 
                       bytes * amp_dtype_size(p->grad.dtype)))
         return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
-                     "%s: the gradient lies in the weight's memory: give it memory of its own", p->name);
+                     "%s: the gradient lies in the weight's memory: give it separate memory", p->name);
 }
 
 /* Shell-style match with * (any run) and ? (one character). */
@@ -13888,7 +13888,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                          ".embedding = %d, must be 0 or 1: set the struct to 0 before filling it", p->embedding);
     if (p->name == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_param_register",
-                         ".name of params[%lld] is NULL: set it to a name of its own", (long long)i);
+                         ".name of params[%lld] is NULL: set it to a unique name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
         return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous, as it must be",
@@ -13916,7 +13916,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     for (j = 0; j < i; j++)
         if (strcmp(params[j].name, p->name) == 0)
             return ampi_fail(AMP_ERR_NAME, "amp_param_register",
-                             "two parameters are named %s: each must have a name of its own", p->name);
+                             "two parameters are named %s: each must have a unique name", p->name);
     return AMP_OK;
 }
 
@@ -18967,7 +18967,7 @@ static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
         return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
     if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
     __atomic_store_n(&t->foreign, 1, __ATOMIC_RELAXED);
-    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
+    return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a separate tape");
 }
 
 static ampi_call_key ampi_tape_key(ampi_kind kind) {
@@ -20492,7 +20492,7 @@ static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_v
     t->function = f;
     if (__atomic_exchange_n(&t->foreign, 0, __ATOMIC_RELAXED))
         return ampi_fail(AMP_ERR_STATE, f,
-                         "another thread called this tape during the step: give it a tape of its own");
+                         "another thread called this tape during the step: give it a separate tape");
     if (t->failed != AMP_OK) return ampi_fail_again(f, t->failed, t->text);
     AMPI_TRY(result);
     if (t->stretch != 0) return ampi_fail(AMP_ERR_STATE, f, "a checkpoint is open: call amp_tape_checkpoint_end");
@@ -20523,7 +20523,7 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
-        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a tape of its own");
+        return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a separate tape");
     if (ampi_tape_find(t, loss) != t->loss)
         return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward: pass the same to both");
     if (grad_scale != NULL && grad_scale != t->grad_scale)
@@ -21842,14 +21842,14 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
     *with_grad = 0;
     for (i = 0; i < n; i++) {
         if (params[i].name == NULL)
-            return ampi_fail(AMP_ERR_NULL, function, ".name of params[%lld] is NULL: set it to a name of its own",
+            return ampi_fail(AMP_ERR_NULL, function, ".name of params[%lld] is NULL: set it to a unique name",
                              (long long)i);
         if (params[i].grad.data == NULL) continue;
         AMPI_TRY(ampi_check_gradient(function, &params[i]));
         for (j = 0; j < i; j++)
             if (strcmp(params[j].name, params[i].name) == 0)
                 return ampi_fail(AMP_ERR_NAME, function,
-                                 "two parameters are named %s: each must have a name of its own", params[i].name);
+                                 "two parameters are named %s: each must have a unique name", params[i].name);
         ++*with_grad;
     }
     return AMP_OK;
@@ -21921,7 +21921,7 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
         for (k = 0; k < set->n; k++)
             if (strcmp(set->names[k], p->name) == 0)
                 return ampi_fail(AMP_ERR_NAME, function,
-                                 "two parameters are named %s: each must have a name of its own", p->name);
+                                 "two parameters are named %s: each must have a unique name", p->name);
         AMPI_TRY(ampi_check_gradient(function, p));
         AMPI_TRY(ampi_check_known(set->amp, function, p));
     }
@@ -25480,7 +25480,7 @@ static void ampi_ranks_compare(amp_ranks *r) {
                              ampi_exchange_text(first, a, sizeof a), (int)i, ampi_exchange_text(e, b, sizeof b));
         for (j = 0; j < i && r->broken[0] == 0; j++)
             if (ampi_seats_share(&r->seats[i], &r->seats[j]))
-                ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a model of its own", (int)j,
+                ampi_ranks_break(r, "ranks %d and %d use the same memory; each needs a separate model", (int)j,
                                  (int)i);
     }
 }
@@ -26393,7 +26393,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     int counts = whole && b->amp->trials == 0;
     if (b->started && b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED))
         return ampi_fail(AMP_ERR_STATE, "reducer",
-                         "a child of fork() has no part in its parent's ranks: create ranks of its own");
+                         "a child of fork() has no part in its parent's ranks: create new ranks in it");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
     start = ampi_seconds(b->amp);
     pthread_mutex_lock(&b->lock);
@@ -26508,7 +26508,7 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
                          "load a state: %.300s", why);
     if (!left || parent) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
-                     "a child of fork() has no part in its parent's ranks: create ranks of its own");
+                     "a child of fork() has no part in its parent's ranks: create new ranks in it");
 }
 
 /* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
@@ -26937,7 +26937,7 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
 
-/* Ranks that are threads share no memory: each needs a model of its own. */
+/* Ranks that are threads share no memory: each needs a separate model. */
 static amp_result ampi_agree_apart(const ampi_common *c) {
     const amp_grad_set *set = c->set;
     const amp_system *s = ampi_context_system(set->amp);
@@ -26959,7 +26959,7 @@ static amp_result ampi_agree_apart(const ampi_common *c) {
             for (q = 0; q < r && result == AMP_OK; q++)
                 if (all[r * n + i] > 0 && ampi_bits_f64(all[r * n + i]) == ampi_bits_f64(all[q * n + i]))
                     result = ampi_fail(AMP_ERR_REDUCE, "reducer",
-                                       "ranks %d and %d share a %s of %s: each rank must have a model of its own",
+                                       "ranks %d and %d share a %s of %s: each rank must have a separate model",
                                        (int)q, (int)r, i % 2 ? "gradient" : "weight", set->names[i / 2]);
     ampi_free(s, all, world * n, sizeof *all);
     return result;

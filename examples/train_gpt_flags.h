@@ -79,7 +79,7 @@ static const flag_row model_flags[] = {
      "auto, it is 0.1, or 0.25 in fp8."},
     {"lowest", FLAG_CHOICE, FIELD(lowest), "auto", 0, 0, "auto bf16 fp16 fp8",
      "With --precision adaptive, the lowest precision to try; on the way to fp8, bf16 is tried. With auto, it is "
-     "the lowest for which this machine has instructions of its own."},
+     "the lowest for which this machine has instructions."},
     {"fp8-blocks", FLAG_CHOICE, FIELD(fp8_blocks), "inner", 0, 0, "inner all",
      "The blocks that compute in fp8: inner are all but the first and the last, and all includes these."},
     {"fp8-scaling", FLAG_SETTING, FIELD(training.amp), "current", 0, 0, "fp8_scaling",
