@@ -8728,7 +8728,7 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
 /* ==== 6 >>products: implementation, matrix products on the CPU ==== */
 
 #if !defined(AMP_NO_OPERATORS)
-/* ---- >>backends: GEMM on the CPU
+/* ---- GEMM on the CPU
 
    C is cut into parts for the threads, by rows and columns, never by k: one thread forms each sum, block by block of k,
    and its bits depend neither on the number of threads nor on the cuts.  In a part:
@@ -8738,6 +8738,17 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
                                                        gemm_pack, or for the first block of rows where B is kept
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write out
+
+   The packed operands, in words of 32 bits: one fp32 value, or two bf16 values of neighbouring k (unit 2), with the
+   values of k that a block has, w0 to w3 here, and panels of 2 columns where a kernel has 16 or 32 (vec->cols):
+
+       A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
+          row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
+          row 1   w0 w1 w2 w3                              w1: column 0, column 1  ... w3
+          row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
+
+   A tile's kernel takes one word of each of its rows of A, and multiplies it with a vector of a panel of B.  Operands
+   whose values do not lie along k are woven into words while they are read (weave), and A is then transposed.
 
    A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
    dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
@@ -12430,6 +12441,12 @@ typedef enum ampi_pack_kind {
     AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the host's kernels */
 } ampi_pack_kind;
 
+/* A copy of a weight in the cast cache.  Its states, which change with the context's lock held:
+     free       data is NULL; entries are kept without gaps, so the last one moves to its place
+     written    writing is 1 and users at least 1: one thread writes, others that want it wait for `written`
+     in use     users is above 0: it may be read, and is not evicted
+     idle       users is 0: read by the next call of its version, else written anew, or evicted by last_use
+     dropped    id is 0: no call finds it, and its last user frees it */
 typedef struct ampi_cache_entry {
     uint64_t id, version, last_use;
     amp_dtype dtype;
@@ -36787,7 +36804,7 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* ---- >>backends: GEMM kernels.  A tile's sums are named variables: gcc keeps no array of vectors in registers.  At
+/* ---- GEMM kernels.  A tile's sums are named variables: gcc keeps no array of vectors in registers.  At
    any tile height, a sum is one chain of FMAs in the order of k, or several in turn of at most AMPI_TILE_CHAIN words:
    a chain's error grows with its length. */
 
@@ -37680,7 +37697,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE_PART
 #undef AMPI_TILE_STORE
 
-/* ---- >>backends: attention.  One matrix product serves all five of a layer's products: it reads its left factor as
+/* ---- Attention.  One matrix product serves all five of a layer's products: it reads its left factor as
    scalars in any layout, its right factor and the result as vectors, so keys and values are used in place and only
    strips of queries are transposed. */
 
@@ -37914,7 +37931,7 @@ __extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
     .dot = AMPI_V(ampi_attention_dot),
     .has_nan = AMPI_V(ampi_has_nan),
     .softmax_backward = AMPI_V(ampi_softmax_backward_row)};
-/* ---- >>backends: the bandwidth-bound operators on fp32 rows.  The same instructions compute each element of a row;
+/* ---- The bandwidth-bound operators, on fp32 rows.  The same instructions compute each element of a row;
    the last n % AMPI_W go through a partly filled vector. */
 
 /* The next vector of a row with n elements left: whole, or its first n lanes. */
