@@ -176,11 +176,11 @@ AMP_CBLAS_API amp_scaler *amp_cblas_scaler(void) {
 static int amp_cblas_is_legal(int order, int trans_a, int trans_b, int64_t m, int64_t n, int64_t k) {
     char text[120];
     if (order != AMP_ROW_MAJOR && order != AMP_COL_MAJOR)
-        snprintf(text, sizeof text, "order = %d must be 101 (row major) or 102 (column major)", order);
+        snprintf(text, sizeof text, "order = %d, must be 101 (row major) or 102 (column major)", order);
     else if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS || trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS)
-        snprintf(text, sizeof text, "trans_a = %d, trans_b = %d must be 111, 112 or 113", trans_a, trans_b);
+        snprintf(text, sizeof text, "trans_a = %d, trans_b = %d, must be 111, 112 or 113", trans_a, trans_b);
     else if (m < 0 || n < 0 || k < 0)
-        snprintf(text, sizeof text, "m = %lld, n = %lld, k = %lld must be 0 or more", (long long)m, (long long)n,
+        snprintf(text, sizeof text, "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m, (long long)n,
                  (long long)k);
     else return 1;
     amp_cblas_say("sgemm: ", text);
@@ -191,7 +191,7 @@ static int amp_cblas_is_apart(const char *name, int64_t ld, int64_t lines, int64
     const int64_t least = length > 1 ? length : 1, most = (int64_t)1 << 56;     /* elements, beyond any memory */
     char text[120];
     if (ld < least)
-        snprintf(text, sizeof text, "%s = %lld must be at least %lld", name, (long long)ld, (long long)least);
+        snprintf(text, sizeof text, "%s = %lld, must be at least %lld", name, (long long)ld, (long long)least);
     else if (lines > 0 && ld > most / lines)
         snprintf(text, sizeof text, "%s = %lld, times %lld, exceeds any memory", name, (long long)ld, (long long)lines);
     else return 1;

@@ -287,7 +287,7 @@ refused "/nonexistent" --tokenizer /nonexistent tests/torch/golden/tokenizer_mer
 refused "README.md: byte 0" --tokenizer README.md tests/torch/golden/tokenizer_merges.txt
 refused "README.md: line 1" --tokenizer tests/torch/golden/tokenizer_vocab.json README.md
 refused "--tokenizer" --vocab 99 $bpe
-refused "levels O2 and O3" --masters remainder --level O1
+refused "set level O2 or O3" --masters remainder --level O1
 refused "has none" --masters fp32 --level O3 --precision bf16
 refused "is for bf16 weights" --masters remainder --level O2 --precision fp16
 refused "--moments" --moments fp16
