@@ -25391,13 +25391,14 @@ AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, d
 
 /* ==== 12 >>ranks: implementation ==== */
 
-/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
+/* The first of a rank's n numbers that differs from rank 0's number, the rank it is on, and both values. */
 typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
 
 #if !defined(AMP_NO_RANKS)
 
-/* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
-   compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
+/* ---- Ranks of one process.  A reduction has two meetings.  At the first, all ranks have come with their buffers, and
+   the calls are compared.  Each rank then combines a share of the elements and writes it to the buffers of all ranks.
+   At the second, all ranks are done. */
 
 enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
 typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
@@ -25441,16 +25442,16 @@ typedef struct ampi_seat {
 struct amp_ranks {
     amp_system system;
     uint64_t made;                  /* a serial */
-    pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
+    pthread_mutex_t lock;           /* guards the rest, except a seat's call, which its rank sets before a meeting */
     pthread_cond_t met;
     int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
     uint64_t meetings;
     int agreed;                     /* 1: the last meeting was whole, and nothing broken */
-    char broken[160];               /* why every call fails from now on; "": they do not */
+    char broken[160];               /* why every call fails from now on; "": none does */
     ampi_seat *seats;
 };
 
-/* The first reason stays. */
+/* Notes why the ranks are broken.  The first reason stays. */
 static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format, ...) {
     ampi_sheet s = ampi_sheet_of(r->broken, r->broken[0] == 0 ? sizeof r->broken : 0);
     va_list args;
@@ -25460,14 +25461,14 @@ static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format,
     pthread_cond_broadcast(&r->met);
 }
 
-/* Whether one rank writes what another reads or writes. */
+/* Whether one rank writes memory that the other reads or writes. */
 static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
     size_t in = ampi_part_bytes(&a->call) * (size_t)ampi_parts_in(&a->call, a->ranks->world);
     size_t out = ampi_part_bytes(&a->call) * (size_t)ampi_parts_out(&a->call, a->ranks->world);
     return !ampi_is_apart(a->call.out, out, b->call.out, out) || !ampi_is_apart(a->call.out, out, b->call.in, in) ||
            !ampi_is_apart(a->call.in, in, b->call.out, out);
 }
-/* Whether all have come for the same. */
+/* Breaks the ranks unless all have come with the same call, and with separate memory. */
 static void ampi_ranks_compare(amp_ranks *r) {
     const ampi_exchange *first = &r->seats->call, *e;
     char a[80], b[80];
@@ -25485,8 +25486,9 @@ static void ampi_ranks_compare(amp_ranks *r) {
     }
 }
 
-/* Waits until all ranks have come; 0: the reduction fails, on all alike.  Whoever works on the others' memory comes to
-   the second meeting, `done`, for sure, so nothing ends that early. */
+/* Waits until all ranks have come.  0: the reduction fails, on all ranks alike.  A rank that works on the memory of
+   others always comes to the second meeting (`done`), which has no deadline, so that no rank frees its memory too
+   early. */
 static int ampi_ranks_meet(ampi_seat *seat, int done) {
     amp_ranks *r = seat->ranks;
     int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
@@ -25515,13 +25517,13 @@ static int ampi_ranks_meet(ampi_seat *seat, int done) {
     return whole;
 }
 
-/* NaN, by its bits, counts as the largest. */
+/* The larger value.  NaN counts as the largest, and NaNs are compared by their bits. */
 static double ampi_larger(double a, double b) {
     const uint64_t inf = (uint64_t)0x7ff0 << 48, magnitude = UINT64_MAX >> 1;
     if ((ampi_bits_f64(a) & magnitude) > inf) return a;
     return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
 }
-/* Elements [first, first + n) of all buffers into `out`. */
+/* Combines elements [first, first + n) of all buffers into `out`. */
 static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int64_t n) {
     const ampi_exchange *e = &r->seats->call;
     size_t size = amp_dtype_size(e->dtype);
@@ -25536,7 +25538,7 @@ static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int
     }
     (void)amp_convert(out, e->dtype, sum, AMP_F64, n, NULL, NULL);
 }
-/* A share of the elements, for all ranks. */
+/* Combines this rank's share of the elements, and copies it to all ranks. */
 static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
     const int64_t count = r->seats->call.count, whole = count / r->world, rest = count % r->world;
     const size_t size = amp_dtype_size(r->seats->call.dtype);
@@ -25551,7 +25553,7 @@ static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
             memcpy((char *)r->seats[other].call.out + at, (char *)r->seats->call.out + at, (size_t)n * size);
     }
 }
-/* This rank's part. */
+/* Combines this rank's part. */
 static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     int64_t i, n;
@@ -25560,7 +25562,7 @@ static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
         ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
     }
 }
-/* What this rank gets from each. */
+/* Copies to this rank what it gets from each rank. */
 static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     const size_t bytes = ampi_part_bytes(e);
@@ -25731,8 +25733,9 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
     ampi_ranks_let_go(ranks);
 }
 
-/* ---- Exchanges between the ranks of a context: by the reducer's own call, or by reduce.  Then, and where host memory
-   stands between a device and a reducer on the host, they go piece by piece. */
+/* ---- Exchanges between the ranks of a context.  An exchange is made by the reducer's own call for it, or by reduce if
+   there is none.  With reduce it is made piece by piece.  So it is if the data of a device goes through CPU memory to a
+   reducer that works there. */
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -25764,17 +25767,17 @@ static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange
     const amp_reducer *r = ampi_reducer(amp);
     int code;
     AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
-    if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
+    if (r == &amp->on_device) return (amp_result)code;      /* the backend has set the error text */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
 }
 
-/* Host memory for a piece of an exchange.  wide: what reduce gets instead of the reducer's own call; on_device: the
-   same for a reducer that reads a device's memory. */
+/* CPU memory for a piece of an exchange.  wide: the buffer for reduce, if the reducer has no call for the exchange.
+   on_device: the same buffer for a reducer that reads a device's memory. */
 typedef struct ampi_relay {
     amp_context *amp;
     void *stream;
     int32_t rank, world;
-    int visible;                    /* 1: the exchange's memory is the host's */
+    int visible;                    /* 1: the CPU can read the memory of the exchange */
     char *in, *out, *wide; void *on_device;
     int64_t in_bytes, out_bytes, wide_bytes;
 } ampi_relay;
@@ -25790,7 +25793,8 @@ static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *sr
     return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
 }
 
-/* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
+/* Widens bytes for an exchange by reduce.  They travel as 16-bit integers in fp32.  Each sum has only one term that can
+   differ from 0, so it is exact. */
 static void ampi_bytes_to_wide(float *wide, const char *bytes, int64_t n) {
     const unsigned char *at = (const unsigned char *)bytes;
     int64_t i;
@@ -25806,7 +25810,7 @@ static void ampi_bytes_of_wide(char *bytes, const float *wide, int64_t n) {
     }
 }
 
-/* Reduces `wide`. */
+/* Reduces `wide`, on the device if the reducer works there. */
 static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtype dtype, amp_reduce_op op) {
     size_t bytes = (size_t)count * amp_dtype_size(dtype);
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
@@ -25817,7 +25821,7 @@ static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtyp
     AMPI_TRY(ampi_exchange_call(s->amp, &e, s->stream));
     return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
 }
-/* A piece of n elements a part, from s->in to s->out. */
+/* Makes an exchange of n elements per part, from s->in to s->out, by reduce. */
 static amp_result ampi_relay_emulate(const ampi_relay *s, const ampi_exchange *e, int64_t n) {
     size_t size = amp_dtype_size(e->dtype);
     int64_t words = (n + 1) / 2;
@@ -25858,7 +25862,7 @@ static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, in
     }
     return AMP_OK;
 }
-/* 1: through host memory. */
+/* 1: the exchange goes through CPU memory. */
 static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
     int on_host = ampi_reducer(amp)->on_host;
     if (amp->backend->host_visible || on_host == 0) return 0;
@@ -25896,7 +25900,7 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     return result;
 }
 
-/* Of buckets, whose thread makes one exchange after the other. */
+/* Makes an exchange of a bucket.  The thread of the buckets makes one exchange after the other. */
 static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, void *stream) {
     const amp_reducer *r = ampi_reducer(amp);
     int native = ampi_is_native(r->calls, e->kind);
@@ -25912,7 +25916,8 @@ static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, vo
     }
     return ampi_exchange_call(amp, e, stream);
 }
-/* Of everything else: not beside them. */
+/* Makes any other exchange.  It first waits for the weights of the buckets, since the reducer makes one exchange at a
+   time. */
 static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
     AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
     return ampi_exchange_now(amp, e, stream);
@@ -25923,7 +25928,7 @@ static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, 
     return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
 }
 
-/* An exchange of host memory, whatever memory the reducer works on. */
+/* Makes an exchange of CPU memory, whatever memory the reducer works on. */
 static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
     int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
     int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
@@ -25941,7 +25946,8 @@ static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
     return result;
 }
 
-/* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
+/* Joins the ranks on their devices.  The program's reducer distributes rank 0's id, and counts the ranks that cannot
+   join. */
 static amp_result ampi_hook_ranks_open(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     const amp_backend *b = amp->backend;
@@ -25975,15 +25981,16 @@ static amp_result ampi_hook_ranks_open(amp_context *amp) {
     return (b->communicator)(amp->dev, &args, &amp->on_device);
 }
 
-/* ---- Ranks: what one finds decides for all, so that all go the same way and make the same calls */
+/* ---- Agreement of ranks.  A result that one rank finds decides for all, so that all continue alike and make the same
+   calls. */
 
-/* The largest of all ranks' numbers. */
+/* The largest of all ranks' numbers, in place. */
 static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, n, AMP_F64);
     e.op = AMP_REDUCE_MAX;
     return ampi_world(amp) > 1 ? ampi_exchange_host(amp, e) : AMP_OK;
 }
-/* A user function's code; not 0 also if another rank's is not. */
+/* The code of a user function.  It is also not 0 if the function failed on another rank. */
 static int ampi_ranks_code(amp_context *amp, int code) {
     double failed = code != 0;
     amp_result result = ampi_ranks_most(amp, &failed, 1);
@@ -25994,7 +26001,7 @@ static int ampi_ranks_code(amp_context *amp, int code) {
 static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
     return (amp_result)ampi_ranks_code(amp, (int)result);
 }
-/* Gives all what the first rank with the largest key has. */
+/* Copies the data of the first rank with the largest key to all ranks. */
 static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
     ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
     double most = key, first = -(double)ampi_settings(amp)->reducer.rank;
@@ -26007,17 +26014,17 @@ static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, d
 }
 static int ampi_is_first(const amp_context *amp) { return ampi_settings(amp)->reducer.rank == 0; }
 
-/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
-   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
-   have done so again, the bucket is sent: by a separate thread, or in a stream if the
-   reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
-   the first whole cycle; what is not ready waits for the step.
-   With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
-   every parameter in it, and sums that part in fp32.
-   What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  Buckets are cut from the last
+   parameter to the first.  Parameters that came later have separate buckets, so that the ranks keep the same parts of
+   those before.  Within a bucket, the first parameter has the first place.  Operators add to a bucket's gradients.
+   Once those that did so in an earlier cycle have done so again, the bucket is sent, by a separate thread, or in a
+   stream if the reducer obeys streams.  All ranks send all buckets in the same order, the one in which backward
+   finished them on rank 0 in the first whole cycle.  A bucket that is not ready is sent in the step.
+   With .shard or .deterministic, each rank has a part of each bucket, and sums that part in fp32.  Parts are cut at
+   multiples of ampi_buckets_unit elements of every parameter in them.
+   A bucket that is one piece of memory (ampi_bucket_find_flat) is sent and received there, without a copy. */
 
-/* What rank `rank` has of a row: elements from *first on. */
+/* The number of elements of a row that rank `rank` has.  *first is the first of them. */
 static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
     int64_t part = b->all[b->rows[row].bucket].count / ampi_world(b->amp), place = b->rows[row].place;
     int64_t count = b->whole[row].count, from = AMPI_MAX(part * rank - place, 0);
@@ -26030,7 +26037,7 @@ static double ampi_seconds(const amp_context *amp) {
     return (double)ampi_clock(s) * 1e-9;
 }
 
-/* A device's stream of buckets waits for the context's, or the context's for it. */
+/* Makes the device's stream of buckets wait for the context's stream, or with `back` the reverse. */
 static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
     const amp_backend *backend = b->amp->backend;
     void *own = ampi_settings(b->amp)->stream;
@@ -26039,7 +26046,7 @@ static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
     return (backend->event_wait)(b->amp->dev, b->finished, back ? own : b->stream);
 }
 
-/* n numbers, converted if need be. */
+/* Copies n numbers, and converts them if the dtypes differ. */
 static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
                                  int64_t n) {
     const amp_backend *backend = b->amp->backend;
@@ -26056,7 +26063,7 @@ static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to,
     return (backend->cast)(b->amp->dev, &cast, b->stream);
 }
 
-/* Copies a bucket's gradients into `flat`, or back. */
+/* Copies a bucket's gradients into `flat`, or with `back` from it. */
 static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, void *flat, amp_dtype dtype, int back) {
     int64_t i;
     for (i = k->first; i < k->first + k->n; i++) {
@@ -26068,7 +26075,7 @@ static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, 
     return AMP_OK;
 }
 
-/* Rounds numbers of this rank's part to what a narrower dtype holds. */
+/* Rounds numbers of this rank's part to numbers that a narrower dtype can represent. */
 static amp_result ampi_shard_round(const ampi_buckets *b, float *x, amp_dtype dtype, int64_t n) {
     if (dtype == AMP_F32) return AMP_OK;
     AMPI_TRY(ampi_flat_move(b, b->received, dtype, x, AMP_F32, n));
@@ -26083,7 +26090,7 @@ static amp_result ampi_shard_round_rows(const ampi_buckets *b, int64_t first, in
     return AMP_OK;
 }
 
-/* The parts that have come from all ranks become their sum, in the order of ranks. */
+/* Adds the parts that have come from all ranks, in the order of ranks. */
 static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t part) {
     const amp_dtype wire = b->set->desc->wire;
     const int32_t world = ampi_world(b->amp);
@@ -26112,7 +26119,7 @@ static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind
     return ampi_exchange_now(b->amp, &e, b->stream);
 }
 
-/* In fp32 by the reducer's own sums. */
+/* Sums a bucket in fp32 by the reducer's own sums. */
 static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k) {
     void *flat = k->flat != NULL ? k->flat : b->send;
     int64_t part = k->count / ampi_world(b->amp);
@@ -26124,7 +26131,7 @@ static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k
     AMPI_TRY(ampi_bucket_exchange(b, AMPI_REDUCE, flat, flat, k->count, AMP_F32));
     return k->flat == NULL ? ampi_bucket_copy(b, k, flat, AMP_F32, 1) : AMP_OK;
 }
-/* By sums of this rank's part here; without parts all ranks get all sums at once. */
+/* Sums this rank's part of a bucket here.  Without parts, all ranks then get all sums at once. */
 static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_bucket *k) {
     const amp_dtype wire = b->set->desc->wire;
     int64_t part = k->count / ampi_world(b->amp);
@@ -26137,7 +26144,7 @@ static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_buck
     AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
     return ampi_bucket_copy(b, k, b->send, wire, 1);
 }
-/* Gives a bucket's gradients back to the system. */
+/* Discards the memory of a bucket's gradients, so that the system can use it. */
 static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
     int64_t i;
     if (k->flat != NULL) ampi_discard(k->flat, (size_t)k->count * 4);
@@ -26153,7 +26160,7 @@ static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
     return AMP_OK;
 }
 
-/* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
+/* Runs bucket i, unless a bucket has failed, and counts it as done.  Called and left with the lock held. */
 static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     amp_result result = b->failed;
     double start = 0;
@@ -26169,7 +26176,8 @@ static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     pthread_cond_broadcast(&b->changed);
 }
 
-/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
+/* The bytes of a rank's weights in a bucket.  If `at` is not NULL, the weights are copied to it, or with `back` from
+   it. */
 static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
                                    amp_result *result) {
     int64_t i, first, bytes = 0;
@@ -26190,7 +26198,7 @@ static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket
     for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
     return most;
 }
-/* The weights of a bucket from all ranks' updates. */
+/* Gathers a bucket's weights, which each rank has updated a part of. */
 static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k) {
     const int32_t own = ampi_settings(b->amp)->reducer.rank;
     int64_t bytes = ampi_bucket_weight_bytes(b, k);
@@ -26203,8 +26211,8 @@ static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k
         if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
     return result;
 }
-/* Gathers the last bucket on its way: forward mostly needs first what backward finishes last.  Called and left with the
-   lock held. */
+/* Gathers the last bucket that is left, because forward mostly first needs the weights whose gradients backward
+   finishes last.  Called and left with the lock held. */
 static void ampi_bucket_serve_weights(ampi_buckets *b) {
     const ampi_bucket *k = &b->all[b->to_gather - 1];
     amp_result result;
@@ -26222,7 +26230,8 @@ static void ampi_bucket_serve_weights(ampi_buckets *b) {
     pthread_cond_broadcast(&b->changed);
 }
 
-/* The host's thread has waited since `start`; busy: and done the work itself. */
+/* Adds the time since `start` to the time that the program's thread has waited.  busy: the thread has also done the
+   work itself. */
 static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
     start = ampi_seconds(b->amp) - start;
     pthread_mutex_lock(&b->lock);
@@ -26235,7 +26244,7 @@ static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's own threads */
     pthread_mutex_lock(&b->lock);
     for (;;) {
         while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
@@ -26243,13 +26252,13 @@ static void ampi_buckets_main(void *arg) {
             ampi_bucket_serve_weights(b);
             continue;
         }
-        if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
+        if (b->done == b->posted) break;        /* all is sent: other ranks wait for posted buckets */
         ampi_bucket_serve(b, b->done);
     }
     pthread_mutex_unlock(&b->lock);
 }
 
-/* 1: nobody but operators has touched these gradients. */
+/* 1: only operators have added to these gradients, and all of them have. */
 static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
     int64_t i;
     if (k->waiting > 0) return 0;
@@ -26260,7 +26269,7 @@ static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
     return 1;
 }
 
-/* Sends what is ready, or all that is left.  Called with the lock held. */
+/* Sends the buckets that are ready, or with `rest` all that are left.  Called with the lock held. */
 static void ampi_buckets_launch(ampi_buckets *b, int rest) {
     if (b->launching) return;
     b->launching = 1;
@@ -26311,14 +26320,15 @@ static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
     return row < 0 || p->master != NULL ? AMP_OK : ampi_make_master(b->amp, &b->set->rows[row]);
 }
 
-/* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
-   optimizer or set, whose sums ranks might send in another order. */
+/* 1: buckets may be sent before the step.  They may in the last micro-batch of a cycle, once a cycle has been recorded.
+   They may not beside another optimizer or set, since ranks might send its sums in another order. */
 static int ampi_buckets_early(const ampi_buckets *b) {
     int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
     return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
            b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
 }
-/* With sharded gradients backward waits for all buckets but one: what it is ahead of the sums is held whole. */
+/* With sharded gradients, makes backward wait until at most one bucket is on its way.  The gradients of buckets that
+   are not summed yet use their full memory. */
 static void ampi_buckets_pace(ampi_buckets *b) {
     double start;
     if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
@@ -26347,15 +26357,16 @@ static int ampi_compare_turns(const void *a, const void *b) {
     return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
                               : (x->first > y->first) - (x->first < y->first);
 }
-/* Buckets in the order of .turn, else as they were cut.  Called with the lock held. */
+/* Sorts buckets by .turn, and otherwise in the order in which they were cut.  Called with the lock held. */
 static void ampi_buckets_arrange(ampi_buckets *b) {
     int64_t i, j;
     qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
     for (i = 0; i < b->n; i++)
         for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
 }
-/* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
-   the step, with a gradient that no operator adds to, or the host does. */
+/* Sorts buckets after a whole cycle, into the order in which rank 0's backward finished them.  Buckets that can only be
+   sent in the step come last.  Those are buckets with a gradient that no operator adds to, or that the program adds
+   to. */
 static amp_result ampi_buckets_sort(ampi_buckets *b) {
     int64_t i, j;
     for (i = 0; i < b->n; i++) {
@@ -26373,8 +26384,8 @@ static amp_result ampi_buckets_sort(ampi_buckets *b) {
     pthread_mutex_unlock(&b->lock);
     return AMP_OK;
 }
-/* After a failure, of which some ranks may know more than others: the next whole cycle sorts again.  No weights may be
-   on their way. */
+/* Undoes the order after a failure, of which some ranks may know more than others.  The next whole cycle sorts again.
+   No weights may be on their way. */
 static void ampi_buckets_unsort(ampi_buckets *b) {
     int64_t i;
     pthread_mutex_lock(&b->lock);
@@ -26384,7 +26395,8 @@ static void ampi_buckets_unsort(ampi_buckets *b) {
     pthread_mutex_unlock(&b->lock);
 }
 
-/* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
+/* Waits for all buckets to come back.  A step calls this at the end of a whole cycle (`whole`), and so does the end of
+   a cycle that is given up. */
 static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     const char *late = NULL;
     amp_result result;
@@ -26422,7 +26434,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result != AMP_OK) ampi_buckets_recount(b);
     return result;
 }
-/* The seconds of this cycle, for its result. */
+/* The seconds of this cycle, for the step's result. */
 static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
     out[0] = out[1] = 0;
     if (b == NULL) return;
@@ -26443,7 +26455,7 @@ static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
     pthread_mutex_unlock(&b->lock);
     return any ? ampi_buckets_order(b, 1) : AMP_OK;
 }
-/* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
+/* Ends a cycle that has no step.  All ranks call this, so a bucket that some ranks have sent is sent by all. */
 static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) {
     amp_result result = AMP_OK;
     if (b == NULL) return AMP_OK;
@@ -26456,7 +26468,7 @@ static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) {
     return b != NULL && b->rows[row].bucket < b->posted;
 }
 
-/* Gathers all weights: in the step, or in the thread, after it. */
+/* 1: the thread gathers all weights after the step.  0: the step does. */
 static int ampi_hook_gathers_late(const amp_grad_set *set) {
     return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
 }
@@ -26475,7 +26487,8 @@ static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
     pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->lock);
 }
-/* The bucket with a parameter's weight, or with memory of it; .n: none.  Of several, what comes last. */
+/* The bucket with a parameter's weight, or with memory of it.  Of several, it is the one that is gathered last.  .n:
+   there is none. */
 static int64_t ampi_bucket_of_weight(const ampi_buckets *b, const amp_param *p) {
     const size_t bytes = (size_t)AMPI_MAX(amp_tensor_count(&p->weight), (int64_t)0) * amp_dtype_size(p->weight.dtype);
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
@@ -26511,7 +26524,8 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
                      "a child of fork() has no part in its parent's ranks: create ranks of its own");
 }
 
-/* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
+/* After the parts have been checked, copies all gradients to all ranks, unless each rank has only its part of the
+   states. */
 static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
     int64_t i;
     AMPI_TRY(ampi_buckets_order(b, 0));
@@ -26527,7 +26541,8 @@ static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
     return ampi_buckets_order(b, 1);
 }
 
-/* Parameters lie in buckets, and are cut, at multiples of a cache line or of a block of 8-bit moments. */
+/* The unit, in elements, of the places and parts of parameters in buckets.  It is a cache line, or a block of 8-bit
+   moments. */
 static int64_t ampi_buckets_unit(const ampi_buckets *b) {
     int64_t i;
     if (!b->ordered && !b->parted) return 1;
@@ -26535,7 +26550,7 @@ static int64_t ampi_buckets_unit(const ampi_buckets *b) {
     return i < b->set->n ? AMPI_MOMENT_BLOCK : 16;
 }
 
-/* Rows into buckets. */
+/* Distributes the rows over buckets. */
 static void ampi_buckets_fill(ampi_buckets *b) {
     const amp_optimizer_desc *d = b->set->desc;
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
@@ -26557,7 +26572,7 @@ static void ampi_buckets_fill(ampi_buckets *b) {
             k->count += (b->whole[row].count + unit - 1) / unit * unit;
         }
     for (k = b->all; k < b->all + b->n; k++)
-        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
+        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* mostly their order in memory */
             b->rows[b->order[i]].place = place;
             place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
         }
@@ -26569,8 +26584,8 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     }
     b->shard_count = part;
 }
-/* Where a bucket's weights, or gradients, lie without gaps as on their way, or NULL; on another rank they may lie
-   elsewhere. */
+/* The memory of a bucket's weights or gradients, if they have no gaps there, as in an exchange.  Otherwise NULL.  On
+   another rank the result may differ. */
 static void *ampi_bucket_find_flat(const ampi_buckets *b, const ampi_bucket *k, int weights) {
     const amp_k_tensor *first = &b->whole[b->order[k->first]];
     const amp_dtype dtype = weights ? first->weight_dtype : AMP_F32;
@@ -26607,7 +26622,7 @@ static amp_result ampi_buckets_memory(ampi_buckets *b) {
     return b->shard_count > 0 ? amp_fill(b->amp, b->shard, 0, b->shard_count * 4) : AMP_OK;
 }
 
-/* This rank's parts as rows of their own; with sharded states they are the set's. */
+/* Makes rows of this rank's parts.  With sharded states the set uses these rows. */
 static amp_result ampi_buckets_cut(ampi_buckets *b) {
     const int32_t rank = ampi_settings(b->amp)->reducer.rank;
     const int64_t bytes = b->set->n * (int64_t)sizeof *b->parts;
@@ -26644,7 +26659,7 @@ static amp_result ampi_buckets_stream(ampi_buckets *b) {
     return (backend->stream_create)(b->amp->dev, &b->stream);
 }
 
-/* Those that were there before keep their lots. */
+/* Gives each row its lot.  Rows that were in the set before keep theirs. */
 static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
     int64_t i, was;
     int32_t lots = 0;
@@ -26695,7 +26710,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
-/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
+/* Creates the buckets of an optimizer's set.  before: the buckets of the set that this one will replace, or NULL. */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
@@ -26761,11 +26776,12 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     ampi_free(s, b, 1, sizeof *b);
 }
 
-/* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
-   all ranks compare what must be alike; later steps compare nothing. */
+/* ---- Ranks that agree.  All ranks compare everything that must be alike before a set's first reduction.  They compare
+   it again before the first reduction after weights or state were set or loaded.  Other steps compare nothing. */
 
 
-/* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
+/* Finds the first number that differs.  out->which is -1 if none does.  path: the index of the one number that may
+   differ, or -1.  Rank 0's value of it is put into out->path. */
 static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
                                            ampi_apart *out) {
     const amp_system *s = ampi_context_system(amp);
@@ -26787,7 +26803,7 @@ static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, in
     return result;
 }
 
-/* What an optimizer's ranks must have in common besides its parameters. */
+/* Settings of an optimizer that must be alike on all ranks, besides its parameters. */
 #define AMPI_FACT(field, type) {"." #field, type, offsetof(amp_optimizer_desc, field), NULL, 0, 0, 0, NULL}
 static const ampi_field ampi_alike[] = {
     AMPI_FACT(kind, AMPI_I32), AMPI_FACT(accumulation, AMPI_I32), AMPI_FACT(lr, AMPI_REAL64),
@@ -26810,7 +26826,7 @@ enum {
     AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
 };
 
-/* Parameters to compare: an optimizer's set has also those without a gradient. */
+/* The number of parameters to compare.  An optimizer's set also compares those without a gradient. */
 static int64_t ampi_agree_count(const amp_grad_set *set) {
     return set->desc->params != NULL ? set->desc->n_params : set->n;
 }
@@ -26852,8 +26868,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
                      apart.value, (int)apart.rank, apart.first);
 }
 
-/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
-   and group, and of its values. */
+/* Three numbers of each parameter must be alike.  The first is whether it is frozen.  The others are checksums, of its
+   name, shape, dtypes and group, and of its values. */
 enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
 typedef struct ampi_common {
     const amp_grad_set *set;
@@ -26875,7 +26891,7 @@ static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const vo
     }
     return AMP_OK;
 }
-/* row or p may be NULL; the row begins at element `at` of all rows. */
+/* Computes the three numbers of a parameter.  row or p may be NULL.  The row begins at element `at` of all rows. */
 static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
                                   const char *name, int64_t at) {
     const ampi_outer *u = row != NULL && c->set->outer != NULL && c->set->outer->begun ? c->set->outer : NULL;
@@ -26937,7 +26953,7 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
 
-/* Ranks that are threads share no memory: each needs a model of its own. */
+/* Checks that ranks that are threads share no memory, because each needs a separate model. */
 static amp_result ampi_agree_apart(const ampi_common *c) {
     const amp_grad_set *set = c->set;
     const amp_system *s = ampi_context_system(set->amp);
@@ -27010,7 +27026,7 @@ AMP_API AMPI_COLD amp_result amp_params_broadcast(amp_context *amp, amp_param *p
     return AMP_OK;
 }
 
-/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
+/* Drops gradients that are sums already, or partly.  A whole cycle must begin again. */
 static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     int64_t i;
     AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
@@ -27023,16 +27039,16 @@ static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     set->spoiled = 0;
     return AMP_OK;
 }
-/* After a check that failed between. */
+/* Refuses the gradients after a check that failed since they were summed. */
 static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
     AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
                      "dropped: call backward for a whole cycle");
 }
 
-/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
-   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
-   ampi_check_apart returns the error later. */
+/* Decides which parameters rest, after all ranks have said which gradients they have.  If a device makes the sums
+   without the CPU, only the device knows (amp_k_tensor.live of its table; 2 here).  Even then no weight is stepped on
+   one rank but not on another, and ampi_check_apart returns the error later. */
 static amp_result ampi_hook_set_rest(amp_grad_set *set) {
     const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
     int64_t i;
@@ -27053,7 +27069,7 @@ static amp_result ampi_hook_set_rest(amp_grad_set *set) {
     }
     return AMP_OK;
 }
-/* The gradients become their sums over the ranks. */
+/* Replaces the gradients by their sums over the ranks. */
 static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     int64_t i;
     if (!ampi_is_summed(set)) return AMP_OK;
@@ -27066,9 +27082,9 @@ static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* ---- Loose coupling: the outer step.  With one rank it is a step of its own too. */
+/* ---- Loose coupling: the outer step.  It is also a step of a separate kind when there is only one rank. */
 
-/* Elements [first, first + n) of a row in fp32, to `values` or, with store, from them. */
+/* Copies elements [first, first + n) of a row in fp32 to `values`, or with `store` from them. */
 static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
                                  float *values, int store) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
@@ -27091,7 +27107,7 @@ static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row
     if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
     return ampi_send(o->amp, master, rest ? (void *)low_rest : (void *)values, (size_t)n * (rest ? 2 : 4));
 }
-/* The same of all rows. */
+/* Does the same for elements of all rows. */
 static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t n, float *values, int store) {
     int64_t i, k;
     for (i = 0; i < o->set->n && n > 0; i++) {
@@ -27105,7 +27121,7 @@ static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t
     return AMP_OK;
 }
 
-/* Notes where the ranks begin: elements [first, first + n) of all rows. */
+/* Stores the weights that the ranks start from, elements [first, first + n) of all rows, as the anchor. */
 static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
     const ampi_outer *u = &o->outer;
     int64_t i, k;
@@ -27124,8 +27140,8 @@ static amp_result ampi_hook_outer_begin(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
-   `to`. */
+/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on.  The row's elements among
+   these are [from, to). */
 static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
                              void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
     int64_t i, at = 0, from, to;
@@ -27136,7 +27152,8 @@ static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
         if (from < to) visit(o, i, from, to);
     }
 }
-/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
+/* Notes that a row is live if its weights have changed.  `piece` holds all elements from a multiple of AMPI_OUTER_PIECE
+   on. */
 static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
     const ampi_outer *u = &o->outer;
     const float *piece = u->piece + from % AMPI_OUTER_PIECE;
@@ -27144,9 +27161,9 @@ static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int6
         ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
                  ampi_settings(o->amp)->reducer.rank);
 }
-/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
-   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
-   rest. */
+/* Checks the weights before any are changed, so that all ranks refuse the step alike.  It is refused if the weights of
+   a rank are not finite, or if a parameter is frozen on some ranks only.  Ranks also exchange which rows have changed
+   since the last outer step.  The other rows rest. */
 static amp_result ampi_outer_check(amp_optimizer *o) {
     const int32_t rank = ampi_settings(o->amp)->reducer.rank;
     const ampi_outer *u = &o->outer;
@@ -27172,8 +27189,8 @@ static amp_result ampi_outer_check(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
-   on the way. */
+/* Sums `piece` over ranks in bf16.  Each rank sums its part of all, in the order of ranks.  No reducer makes the sums,
+   so the numbers travel in bf16 and are not widened. */
 static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
     const ampi_outer *u = &o->outer;
     int64_t world = ampi_world(o->amp), part = (n + world - 1) / world, i, r;
@@ -27225,7 +27242,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     return ampi_outer_rows(o, first, n, anchor, 1);
 }
 
-/* After every sync_every steps; not in the trials of amp_verify and its kin. */
+/* Makes the outer step after every sync_every steps, but not in the trials of amp_verify and similar functions. */
 static amp_result ampi_hook_outer_step(amp_optimizer *o) {
     int64_t i;
     if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
@@ -27237,15 +27254,15 @@ static amp_result ampi_hook_outer_step(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* ---- States of several ranks: a file each, and an index that is written last. */
+/* ---- States of several ranks.  Each rank writes a file, and an index is written last. */
 
-/* The largest of the ranks' numbers. */
+/* The largest of the ranks' numbers, in place. */
 static amp_result ampi_largest(amp_context *amp, float *x) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, 1, AMP_F32);
     e.op = AMP_REDUCE_MAX;
     return ampi_exchange_host(amp, e);
 }
-/* Whether all have succeeded; a rank that has says that another has not. */
+/* Whether all ranks have succeeded.  A rank that has succeeded itself returns that another has not. */
 static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_result own) {
     char why[sizeof ampi_error_text];
     float failed = own != AMP_OK;
@@ -27256,7 +27273,8 @@ static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_r
     return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and its own error says why");
 }
 
-/* Behind the two numbers are the sums of the ranks' files, which those of 0.1.0 do not have. */
+/* The numbers of an index.  After the first two come the checksums of the ranks' files, which an index of 0.1.0 does
+   not have. */
 enum { AMPI_INDEX_SAVE, AMPI_INDEX_WORLD, AMPI_INDEX };
 enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
 
@@ -27270,7 +27288,7 @@ static int64_t ampi_index_number(const ampi_record *index, int64_t i) {
     memcpy(&number, (const char *)index->data + 8 * i, sizeof number);
     return number;
 }
-/* *index lies in *out. */
+/* Reads an index.  *index is a record of *out. */
 static amp_result ampi_index_read(const amp_system *system, const char *path, amp_state **out,
                                   const ampi_record **index) {
     const ampi_record *x;
@@ -27297,7 +27315,7 @@ static amp_result ampi_index_write(const amp_system *system, const char *path, c
     return r;
 }
 
-/* The save before: its number and ranks, 0 without one. */
+/* The number and the ranks of the previous save.  Both are 0 if there is none. */
 static void ampi_index_before(const amp_system *system, const char *path, int64_t before[AMPI_INDEX]) {
     const ampi_record *index;
     amp_state *state;
@@ -27307,7 +27325,7 @@ static void ampi_index_before(const amp_system *system, const char *path, int64_
     amp_state_destroy(state);
 }
 
-/* Rank 0 knows the files there are, and numbers those to come. */
+/* Saves a rank's state.  Rank 0 reads which files there are, and chooses the number of the save. */
 static AMPI_COLD amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
     const char *f = "amp_state_save_ranks";
     const amp_system *s = ampi_context_system(amp);
@@ -27346,7 +27364,7 @@ AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state
     return ampi_as(f, ampi_save_ranks(amp, state, path));
 }
 
-/* What a record of a rank's part is of; 0: it is none. */
+/* What a record is a part of, if it is a rank's part.  0: it is not. */
 typedef struct ampi_part_key { char prefix[AMPI_STATE_KEY]; int64_t row, count, block; } ampi_part_key;
 static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *out) {
     static const char *const names[] = {"m", "v", "master", "m_scales", "v_scales"};
@@ -27372,9 +27390,9 @@ static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *
     return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
 }
 
-/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then
-   has, -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
-   end, and no multiple of a block. */
+/* Appends a rank's record to the record of all, which has the parameter's first `done` elements.  Returns how many
+   elements the record then has, or -1 if the part does not fit.  An empty part may have any place.  The part of a rank
+   that begins behind the parameter is placed at the parameter's end, which need not be a multiple of a block. */
 static int64_t ampi_join_one(const amp_state *from, const int64_t whose[2], const ampi_part_key *k, int64_t done,
                              char *all, const ampi_record *like) {
     const ampi_record *record = ampi_state_find(from, like->key), *part;
@@ -27410,7 +27428,7 @@ static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int6
     return r;
 }
 
-/* A record of this rank, or of rank 0, to the joined state. */
+/* Copies the records of this rank, or of rank 0, to the joined state, and joins the parts of all ranks. */
 static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t world, const amp_state *own) {
     int64_t i;
     for (i = 0; i < own->n; i++) {
@@ -27424,7 +27442,7 @@ static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t wor
     return AMP_OK;
 }
 
-/* Loads a rank's file of the index. */
+/* Loads a rank's file that the index names, and checks its checksum. */
 static amp_result ampi_load_rank(const amp_system *system, const char *path, const ampi_record *index, int64_t rank,
                                  amp_state **out) {
     const int64_t save = ampi_index_number(index, AMPI_INDEX_SAVE);
@@ -27471,7 +27489,7 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
 }
 
 #else
-/* With one rank nothing is exchanged. */
+/* Without ranks, nothing is exchanged. */
 static amp_result ampi_hook_ranks_join(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     if (r->reduce == NULL && r->world <= 1) return AMP_OK;
