@@ -21287,20 +21287,21 @@ static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
 #endif /* AMP_NO_TAPE */
 
 /* ==== 11 >>gradients: implementation ====
-   The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
-   the getters, save and load wait for the device. */
+   The CPU's memory holds what the CPU decides: stages, tables and settings.  Everything that rules change is in device
+   memory, so that only the getters, save and load wait for the device. */
 
-/* What ranks say of rows follows what a check found, without a gap. */
+/* The numbers that ranks exchange about rows follow the result of a check in memory.  This division by zero is an error
+   if there is a gap between them. */
 enum { AMPI_SAID_FOLLOWS = 1 / (offsetof(amp_k_grad_stats, found_inf) + sizeof(float) == sizeof(amp_k_grad_stats)) };
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 typedef struct ampi_buckets ampi_buckets;
 
-/* Loose coupling: the weights that all ranks last had and the outer momentum, in fp32, of all rows one after the other,
-   in host memory. */
+/* Loose coupling: the weights that all ranks last had in common, and the outer momentum.  Both are in fp32 and in CPU
+   memory, and hold all rows one after the other. */
 typedef struct ampi_outer {
     float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
     uint16_t *low;                          /* room for n_low 16-bit numbers: twice as many, cut into parts of ranks */
-    float *said;                            /* what ranks say before they sum: weights of 1 + rank are bad, then rows */
+    float *said;                            /* said before ranks sum: 1 + rank if its weights are bad; then rows */
     int64_t n, n_low, n_said;
     int32_t begun;                          /* 1: anchor holds weights */
 } ampi_outer;
@@ -21310,11 +21311,11 @@ struct amp_grad_set {
     ampi_object object;
     amp_context *amp;
     int64_t n;
-    amp_k_tensor *rows, *table;     /* the host's copy, the device's */
+    amp_k_tensor *rows, *table;     /* the copy in CPU memory, the device's */
     amp_param **params;             /* per row; NULL: the rows are ranges */
-    amp_param *all; int64_t n_all;  /* those that may have a row, in the order of rows: once they have a gradient */
+    amp_param *all; int64_t n_all;  /* may have a row, in the order of rows, once with a gradient */
     amp_optimizer *optimizer;       /* whose set it is, or NULL */
-    /* before a check: takes in parameters that have got a gradient; NULL: a set of ranges */
+    /* called before a check: takes in parameters that have got a gradient; NULL: a set of ranges */
     amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
@@ -21322,11 +21323,12 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
-    /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
+    /* For a set with params and several ranks: the numbers that all ranks say of the rows; NULL if `found` is in CPU
+       memory */
     float *said; int64_t n_said;
     int32_t unsent;                 /* 1: rows have changed since they were last sent to `table` */
     int32_t apart;                  /* 1: no two gradients share memory */
-    int32_t by_host;                /* 1: of amp_grad_set_create */
+    int32_t by_host;                /* 1: made by amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
     int32_t spoiled;                /* 1: a check failed once gradients were being summed over the ranks */
     const ampi_outer *outer;        /* the optimizer's, or NULL */
@@ -21350,11 +21352,12 @@ struct amp_scaler {
     ampi_scale scale;               /* what gradients remember of it */
 };
 
-/* Device memory of moments, masters and steps: of the rows there were at first, or of those that came at once. */
+/* Device memory of moments, masters and steps.  One block is for the first rows, and one for each group of rows that
+   came at the same time. */
 typedef struct ampi_states { struct ampi_states *before; void *memory; } ampi_states;
 
-/* grown: rows are about to come: rows as they will be; which[row]: what it was, -1: it is new.  rows NULL: they do not
-   come after all. */
+/* A user of rows that must know when rows are added.  grown is called before they are.  rows: all rows as they will be.
+   which[row]: the row's number until now, or -1 if it is new.  rows is NULL if they are not added after all. */
 typedef struct ampi_growth ampi_growth;
 struct ampi_growth {
     ampi_growth *next;
@@ -21368,12 +21371,12 @@ struct amp_optimizer {
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
     ampi_states *states;
-    ampi_growth *growths;           /* what wants to know of rows that come; NULL: nothing */
-    /* Per row, the weight's copy to write too: as last sent (count -1: not sent), and the device's table.  NULL if
-       memory is host-visible: copies are then packed. */
+    ampi_growth *growths;           /* users that must know of added rows; NULL: none */
+    /* For each row, the copy of the weight that the step also writes: as last sent (count -1: not sent), and the
+       device's table.  NULL if memory is host-visible, because copies are then packed. */
     amp_range *copies, *copy_table;
     amp_k_step_result *ring;            /* device */
-    amp_k_step_result *outcomes;        /* the host's copy, pinned; record i is complete after events[i] */
+    amp_k_step_result *outcomes;        /* the copy in pinned CPU memory; record i is complete after events[i] */
     void *events[AMP_STEP_RESULTS];
     int64_t attempts, delivered, flushed;   /* steps so far; results taken, and made due by a flush */
     int64_t sent;                   /* results sent by this object, regardless of loads */
@@ -21384,19 +21387,19 @@ struct amp_optimizer {
     uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
 
-/* What a launch must do on the host, besides launching. */
+/* A captured graph, and what a launch must do on the CPU besides launching. */
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
-    pthread_t thread;               /* the capturing one */
+    pthread_t thread;               /* the thread that captures */
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
     uint64_t random;                /* random numbers per launch */
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
-    ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
-    /* .live and .said of all rows of the optimizers' sets, then of the others: steps outside the graph may change them
-       there */
+    ampi_known *changed; int64_t n_changed;     /* that the program changed in the capture, `captured` times */
+    /* .live and .said of all rows of the optimizers' sets, then of the others.  They are kept here because steps
+       outside the graph may change them in the sets. */
     int32_t *live; int64_t n_live;
 };
 
@@ -21405,31 +21408,32 @@ static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
 
-/* ---- Hooks, of >>ranks.  Only the first is called with one rank, where it finds nothing to do. */
+/* ---- Hooks that >>ranks implements.  With one rank only the first is called, and it finds nothing to do. */
 
-/* Before the first check, and the first after weights or settings were set: the same on all ranks? */
+/* Checks that all ranks are alike.  Called before the first check, and before the first after weights or settings were
+   set. */
 static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler);
 /* Combines a buffer over the ranks, in place. */
 static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op);
-/* The gradients become their sums over the ranks. */
+/* Replaces the gradients by their sums over the ranks. */
 static amp_result ampi_hook_set_sum(amp_grad_set *set);
-/* Which parameters rest, by what all ranks said with the flags of the check. */
+/* Decides which parameters rest, by the numbers that all ranks said with the flags of the check. */
 static amp_result ampi_hook_set_rest(amp_grad_set *set);
-/* 1: the row's gradient is on its way. */
+/* 1: the row's gradient has been sent. */
 static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row);
-/* Gradients were checked part by part: what each rank found becomes the whole. */
+/* Completes gradients that were checked part by part: combines the results of all ranks, and the parts. */
 static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled);
 
-/* ---- The life of a gradient.  An optimizer's step takes the gradients of its own parameters.  One that stays live
-   while another optimizer steps is most often what that one's backward left behind, as in the discriminator of a GAN
-   when its generator steps: adding to it would be wrong, and nobody would notice. */
+/* ---- The life of a gradient.  An optimizer's step takes the gradients of its parameters.  A gradient may stay live
+   while another optimizer steps.  Then most often that optimizer's backward left it behind, as in the discriminator of
+   a GAN when its generator steps.  Adding to it would be an error without any message, so it is refused. */
 
 static int ampi_has_param(const amp_optimizer *o, const amp_param *p) {
     return p >= o->desc.params && p < o->desc.params + o->desc.n_params;
 }
-/* What decides about adding to a gradient.  taken: an optimizer or the host's code takes it; else it may have any
-   value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has stepped since it
-   began, and not beside it on a thread of its own. */
+/* The facts that decide about adding to a gradient.  taken: an optimizer or the program's code takes it; otherwise it
+   may have any value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has
+   stepped since it began, and did not step beside it on another thread. */
 typedef struct ampi_life { int taken, sums, left; } ampi_life;
 static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
     const uint64_t me = ampi_this_thread(), last = __atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE);
@@ -21470,7 +21474,7 @@ static amp_result ampi_gradient_judge(amp_context *amp, const char *function, am
     if (!life.taken) p->scale = scale;
     return AMP_OK;
 }
-/* The same for what the host's kernels have added, when its optimizer steps. */
+/* Checks the same for gradients that the program's kernels have added to, when their optimizer steps. */
 static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *o) {
     const uint64_t stepped = __atomic_load_n(&o->amp->stepped, __ATOMIC_ACQUIRE);
     int64_t i;
@@ -21484,8 +21488,9 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
     return AMP_OK;
 }
 
-/* A step divides gradients by its scaler's scale.  One that carries another scaler's, or the same before an update, is
-   refused.  Where one of the two is 1 your code may have multiplied or divided by itself: that is a warning. */
+/* Checks that gradients carry the scale that a step divides them by.  A gradient that carries another scaler's scale,
+   or the same scaler's from before an update, is refused.  If one of the two scales is 1, your code may have multiplied
+   or divided by itself, so that is only a warning. */
 static amp_result ampi_check_scales(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     const uint64_t id = scaler != NULL ? scaler->scale.id : (uint64_t)AMPI_UNSCALED;
     amp_context *amp = set->amp;
@@ -21525,7 +21530,7 @@ static amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src,
     return (backend->stream_sync)(dev, stream);
 }
 
-/* Waits, because src may be on the stack. */
+/* Copies to the device, and waits because src may be on the stack. */
 static amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
@@ -21544,7 +21549,8 @@ typedef struct ampi_preset {
 #define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
 #define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
 
-/* In the order of amp_scaler_preset.  fairseq stops at 1e-4 or less, so its floor is the next number above. */
+/* The presets, in the order of amp_scaler_preset.  fairseq stops at 1e-4 or less, so its floor is the next number
+   above. */
 #define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
 #define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
 #define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
@@ -21562,7 +21568,7 @@ static const ampi_preset ampi_presets[] = {
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
-/* The rule's constants.  No ceiling is infinity. */
+/* The constants of the rule.  Without a ceiling they have infinity. */
 static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
@@ -21578,17 +21584,17 @@ static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     return r;
 }
 
-/* Whether ranks combine what a check finds, and whether they sum its gradients. */
+/* Whether ranks combine the results of a check, and whether they sum its gradients. */
 static int ampi_is_combined(const amp_grad_set *set) {
     return ampi_world(set->amp) > 1 && set->desc->sync_every == 0;
 }
 static int ampi_is_summed(const amp_grad_set *set) { return ampi_is_combined(set) && !set->desc->sharded; }
-/* 1: sums are the device's own, so this thread does not wait for what ranks say of the rows. */
+/* 1: the device itself makes the sums, so this thread does not wait for the numbers that ranks say of the rows. */
 static int ampi_is_behind(const amp_grad_set *set) {
     return !set->amp->backend->host_visible && ampi_reducer(set->amp)->on_host == 0;
 }
 
-/* What averaging divides gradients by. */
+/* The number that averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
     return (double)set->desc->accumulation * (ampi_is_summed(set) ? ampi_world(set->amp) : 1);
 }
@@ -21638,22 +21644,22 @@ static amp_result ampi_copy_texts(const amp_context *amp, const char *function, 
 
 typedef struct ampi_bucket {
     int64_t first, n;               /* its rows: order[first] and on */
-    int64_t count;                  /* elements, with what fills up parts */
-    int64_t part_at;                /* where this rank's part lies in `shard` */
+    int64_t count;                  /* elements, with the padding of parts */
+    int64_t part_at;                /* the place of this rank's part in `shard` */
     int64_t waiting;                /* rows still to come in this cycle */
-    int64_t turn;                   /* buckets go in this order; until one is known, when an operator added last */
-    void *flat, *weights;           /* gradients, and weights, if they lie in one piece as they are sent */
-    void *event;                    /* a device's: they are there */
+    int64_t turn;                   /* order of sending; until it is known, when an operator last added */
+    void *flat, *weights;           /* gradients, and weights, if they have no gaps between them */
+    void *event;                    /* a device's: the gradients are complete */
 } ampi_bucket;
 
 typedef struct ampi_bucket_row {
     int64_t bucket, place;          /* its first element in the bucket */
     int32_t seen, expected;         /* operators that added to it in this cycle; the most in one before */
-    int32_t by_hand;                /* 1: the host adds to it too, so it waits for the step */
-    int32_t lot;                    /* 0: there from the start; rows that come later have buckets of their own */
+    int32_t by_hand;                /* 1: the program adds to it too, so it is sent in the step */
+    int32_t lot;                    /* 0: there from the start; rows that come later have separate buckets */
 } ampi_bucket_row;
 
-/* See Buckets. */
+/* The buckets of an optimizer.  >>ranks describes them. */
 struct ampi_buckets {
     ampi_gradient_watch watch;      /* first */
     amp_context *amp;
@@ -21668,31 +21674,32 @@ struct ampi_buckets {
     int64_t flat_bytes, shard_count;
     void *send, *received;          /* device: a bucket on its way */
     float *shard;                   /* device: this rank's parts of the sums, of all buckets or of one at a time */
-    /* summed here in the order of ranks; each rank checks its part; and it has the states of that alone */
+    /* ordered: summed here in the order of ranks.  parted: each rank checks its part.  states: it has only that part of
+       them */
     int ordered, parted, states;
-    int gradients;                  /* 1: and of gradients no more than that, once they are summed */
+    int gradients;                  /* 1: after the sums a rank needs only its part of the gradients too */
     int threaded, recorded, sorted; /* recorded: a whole cycle was seen, so .expected is known */
     int64_t *turns, added;          /* room to exchange .turn; operators that added, until buckets are sorted */
     void *stream, *finished;        /* a device's stream and event */
-    pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .added, .waiting, .seen and .turn */
+    pthread_mutex_t lock; pthread_cond_t changed;   /* guard all below, .added, .waiting, .seen and .turn */
     int locks, launching, started, closing;
     int32_t process;                /* ampi_forks when the thread was started */
     void *thread;
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     int ran;                        /* 1: a backward has run in this context since the last recount */
     amp_result failed; char why[sizeof ampi_error_text];
-    int64_t to_gather;              /* buckets whose weights are on their way: the first so many */
+    int64_t to_gather;              /* buckets whose weights are on their way: the first ones, this many */
     amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
     double busy, waited;            /* seconds, since the last step's result was sent */
 };
 
-/* 1: this rank has only its part of the states; the rows are those parts, `whole` the parameters. */
+/* 1: this rank has only its part of the states.  The rows are then those parts, and `whole` has the parameters. */
 static int ampi_shards(const amp_grad_set *set) { return set->buckets != NULL && set->buckets->states; }
 static amp_k_tensor *ampi_whole_row(const amp_grad_set *set, int64_t i) {
     return ampi_shards(set) ? &set->buckets->whole[i] : &set->rows[i];
 }
 
-/* Counts from 0 again, as after each micro-batch.  Nothing may be on its way. */
+/* Starts the counts of operators from 0 again, as after each micro-batch.  No bucket may be on its way. */
 static void ampi_buckets_recount(ampi_buckets *b) {
     int64_t i;
     if (b == NULL) return;
@@ -21743,8 +21750,8 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
     if (set != NULL) ampi_object_end(&set->object, "amp_grad_set_destroy", AMPI_STACK);
 }
 
-/* A set of n empty rows.  most: how many it may grow to, with parameters that get a gradient later, as `found` never
-   moves; 0: it has none. */
+/* Creates a set of n empty rows.  most: the number of rows it may grow to, with parameters that get a gradient later.
+   `found` needs room for them from the start, because it never moves.  0: the set has no parameters. */
 static AMPI_COLD amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                          int64_t most) {
     const amp_system *s = ampi_context_system(amp);
@@ -21780,7 +21787,7 @@ static amp_result ampi_fail_shared(const amp_grad_set *set, const char *what, in
                      "%s %lld (%s) and %lld (%s) share memory: it must be listed once", what, (long long)first,
                      a ? a : "unnamed", (long long)second, b ? b : "unnamed");
 }
-/* Weights that two rows share would be stepped twice. */
+/* Refuses weights that two rows share, because they would be stepped twice. */
 static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; i < set->n; i++)
@@ -21792,8 +21799,8 @@ static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
         }
     return AMP_OK;
 }
-/* Gradients that two rows share would be unscaled or summed over ranks twice: only an optimizer, which reads them, may
-   have such. */
+/* Refuses gradients that two rows share, because they would be unscaled or summed over ranks twice.  Only an optimizer
+   may have them, because it reads gradients without changing them. */
 static amp_result ampi_check_gradients_apart(amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; !set->apart && i < set->n; i++)
@@ -21855,7 +21862,7 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
     return AMP_OK;
 }
 
-/* For weights read as a whole, even without a gradient. */
+/* Checks parameters whose weights are read as a whole, even if they have no gradient. */
 static amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++)
@@ -21885,10 +21892,10 @@ static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n
         if (params[i].grad.data != NULL) ampi_set_fill_param(set, r++, &params[i]);
 }
 
-/* ---- Parameters that get a gradient after their set was made: each gets a row then, in the order of parameters. */
+/* ---- Parameters that get a gradient after their set was made.  Each then gets a row, in the order of parameters. */
 
-/* Whether the set takes a parameter in that has no row: it has a gradient (live: one that counts), and no other
-   optimizer has it. */
+/* Whether the set takes in a parameter that has no row.  It does if the parameter has a gradient (live: one that
+   counts), and if it has no row in another optimizer. */
 static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int live) {
     const ampi_object *object;
     int64_t i;
@@ -21900,7 +21907,7 @@ static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int liv
     }
     return 1;
 }
-/* How many it would take in. */
+/* The number of parameters it would take in. */
 static int64_t ampi_newcomers(const amp_grad_set *set, int live) {
     int64_t i, row = 0, n = 0;
     for (i = 0; i < set->n_all; i++) {
@@ -21927,7 +21934,8 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
     }
     return ampi_wait(set->amp);
 }
-/* Fills `next` with the rows that a set has, and those to come.  which[row]: what it was, -1: it is new. */
+/* Fills `next` with the rows that a set has and the rows to come.  which[row]: the row's number until now, or -1 if it
+   is new. */
 static AMPI_COLD void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
     int64_t i, row = 0, r = 0;
     next->all = set->all;
@@ -21944,7 +21952,7 @@ static AMPI_COLD void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set
         which[r++] = has ? row++ : -1;
     }
 }
-/* The set gets the rows of `next`, which gets its. */
+/* Exchanges the rows of a set and of `next`. */
 static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
     amp_grad_set was = *set;
     set->n = next->n; set->rows = next->rows; set->table = next->table; set->params = next->params;
@@ -21957,10 +21965,10 @@ static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
     if (!set->desc->sharded) set->agreed = 0;
     ampi_settings_changed(set->amp);
 }
-/* 1: only a parameter whose gradient counts is taken in.  Ranks that have the same parameters must do alike, so there
-   it is enough that there is a gradient. */
+/* 1: only parameters whose gradient counts are taken in.  0: it is enough that there is a gradient.  That is so with
+   ranks that have the same parameters, because they must all take in the same ones. */
 static int ampi_takes_live(const amp_grad_set *set) { return ampi_world(set->amp) == 1 || set->desc->sharded; }
-/* A set without an optimizer. */
+/* Takes new parameters into a set without an optimizer. */
 static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
     const amp_system *s = ampi_context_system(set->amp);
     int live = ampi_takes_live(set);
@@ -22065,7 +22073,8 @@ AMP_API AMPI_COLD amp_result amp_grad_set_create(amp_context *amp, amp_grad_set 
     return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc));
 }
 
-/* NULL once the context closes: parameters' names belong to the host and may be gone. */
+/* The name of a row.  It is NULL once the context closes, because parameters' names belong to the program and may be
+   gone. */
 static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
@@ -22076,7 +22085,7 @@ static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t oth
                      name ? name : "a parameter", (int)frozen, (int)other);
 }
 
-/* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
+/* The first infinity or NaN in a row that had one, read piece by piece.  -1: it has none any more. */
 static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
     int64_t size = (int64_t)amp_dtype_size(row->grad_dtype), most = (int64_t)sizeof piece / size, i, n, first = -1;
@@ -22113,7 +22122,7 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
     return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
 }
 
-/* A row's master, or remainder, from its weight. */
+/* Makes a row's master, or its remainder, from its weight. */
 static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     amp_k_cast args;
     if (row->master == NULL || row->count == 0) return AMP_OK;
@@ -22127,7 +22136,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     return (amp->backend->cast)(amp->dev, &args, ampi_settings(amp)->stream);
 }
 
-/* ---- What a set's gradients become */
+/* ---- Changes to a set's gradients */
 
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
     if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
@@ -22155,7 +22164,7 @@ AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     return ampi_run_rule(set->amp, &rule);
 }
 
-/* Copies every row's gradient to the saved copy or back. */
+/* Copies every row's gradient to the saved copy, or with `restore` back. */
 static amp_result ampi_set_copy(amp_grad_set *set, int restore) {
     int64_t i, at = 0;
     for (i = 0; i < set->n; i++) {
@@ -22184,15 +22193,15 @@ AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
     return ampi_as(f, ampi_set_copy(set, 1));
 }
 
-/* Checks that its parameters are still this context's. */
+/* Checks that the set's parameters are still this context's. */
 static amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
     return AMP_OK;
 }
 
-/* Sends rows that have changed.  A graph must not, as it would read them whenever it runs: its launch sends them
-   first. */
+/* Sends rows that have changed.  During capture nothing is sent, because the graph would read the rows whenever it
+   runs.  Its launch sends them first instead. */
 static amp_result ampi_set_send(amp_grad_set *set, int changed) {
     set->unsent |= changed;
     if (!set->unsent || ampi_capture(set->amp) != NULL) return AMP_OK;
@@ -22200,7 +22209,7 @@ static amp_result ampi_set_send(amp_grad_set *set, int changed) {
     set->unsent = 0;
     return AMP_OK;
 }
-/* Notes which rows have a gradient now; what ranks have agreed on stands. */
+/* Notes which rows have a gradient now.  A decision that ranks have agreed on stays. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
     int changed = 0;
     int64_t i;
@@ -22212,8 +22221,8 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     }
     return ampi_set_send(set, changed);
 }
-/* The same before sums over ranks.  All rows enter them, as zeros without a gradient; which of them rest, the ranks say
-   with the check's flags (ampi_rule_rows). */
+/* Does the same before sums over ranks.  All rows take part in the sums, and a row without a gradient is filled with
+   zeros.  Ranks say with the check's flags which rows rest (ampi_rule_rows). */
 static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     int changed = 0;
     int64_t i;
@@ -22234,14 +22243,14 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     return ampi_set_send(set, changed);
 }
 
-/* ---- Kernels of another machine: of rank 0, or of the one that saved a state.  Bits go on as there where this CPU has
-   that path too, and the program did not choose its own. */
+/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The same bits follow here if
+   this CPU has that path too, and if the program did not choose a path itself. */
 
-/* Where bits come from; 0: not from a CPU. */
+/* The path that computes the bits.  0: they do not come from a CPU. */
 static int ampi_path_of_bits(const amp_context *amp) {
     return amp->backend == amp_cpu() ? (int)amp->desc.cpu_path : 0;
 }
-/* 1: a thread uses a copy of a weight that was packed for the path in use, or has begun a region. */
+/* 1: a thread uses a copy of a weight that was packed for the path in use, or is inside a region. */
 static int ampi_path_is_used(amp_context *amp) {
     int64_t i;
     int busy = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED) > 0;
@@ -22250,7 +22259,7 @@ static int ampi_path_is_used(amp_context *amp) {
     ampi_unlock(amp);
     return busy;
 }
-/* 1: the context computes by this path now; 0: it cannot, or must not. */
+/* 1: the context computes by this path now.  0: this CPU does not have it, or the path may not be changed. */
 static int ampi_path_adopt(amp_context *amp, int path) {
     const amp_machine *m = &amp->machine;
     if (path == 0 || ampi_path_of_bits(amp) == 0 || path == (int)m->cpu.path) return 1;
@@ -22259,16 +22268,17 @@ static int ampi_path_adopt(amp_context *amp, int path) {
              "products are computed by %s instead of %s, for the same bits as where the weights come from; set "
              ".cpu_path to choose another", ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
     ampi_use_path(amp, (amp_cpu_path)path);
-    amp_cast_cache_clear(amp);          /* packed for the other kernels */
+    amp_cast_cache_clear(amp);          /* its copies are packed for the other kernels */
     return 1;
 }
-/* 1: by the table SAME BITS the paths agree for products in the context's dtype. */
+/* 1: the table SAME BITS says that the paths agree for products in the context's dtype. */
 static int ampi_paths_agree(const amp_context *amp, int a, int b) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
     return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
-/* Between the check and the step no rank may change alone what all have agreed on. */
+/* Checks that this rank has not changed which gradients count between the check and the step, since all ranks agreed on
+   that. */
 static amp_result ampi_check_agreed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++)
@@ -22291,8 +22301,8 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
     return (backend->check)(dev, &args, stream);
 }
 
-/* The whole check; scaler is enabled or NULL.  The last micro-batch of a cycle combines ranks; for an earlier one
-   (clip_each) each rank takes its own average. */
+/* Makes the whole check.  scaler is enabled or NULL.  In the last micro-batch of a cycle the ranks combine their
+   results.  In an earlier one (clip_each) each rank uses its average alone. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
@@ -22360,8 +22370,8 @@ static amp_result ampi_check_scale(const char *function, const char *field, floa
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
-/* A saved scale: what amp_scaler_set_scale takes and, where no floor or ceiling stops the rule, whatever the rule leads
-   to, 0 and infinity included.  So every scale that was saved loads. */
+/* Checks a saved scale.  It may be any that amp_scaler_set_scale takes.  If no floor or ceiling stops the rule, it may
+   also be any that the rule leads to, 0 and infinity included.  So every scale that was saved loads. */
 static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_desc *d, float scale) {
     uint32_t bits = ampi_bits_f32(scale), infinity = 0x7f800000u;
     int low = bits < 0x00800000u && ampi_is_none(d->min_scale);
@@ -22373,8 +22383,8 @@ static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_
                      ampi_presets[d->preset].name);
 }
 
-/* Checks settings with all defaults filled in.  torch allows any scale, as PyTorch does; flax's own ceiling exceeds the
-   guard. */
+/* Checks settings after all defaults were filled in.  torch allows any scale, as PyTorch does.  The ceiling of flax
+   exceeds the guard. */
 static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
     int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
     int own = ampi_bits_f32(d->max_scale) == ampi_bits_f32(ampi_presets[d->preset].max_scale);
@@ -22413,7 +22423,8 @@ static void ampi_scaler_release_sets(amp_scaler *scaler) {
     scaler->checked = scaler->found = 0;
 }
 
-/* Its scale may have another value now: gradients that carry the one before must not be added to. */
+/* Notes that the scaler's scale may have another value now, so that gradients that carry the one before are not added
+   to. */
 static void ampi_scaler_moved(amp_scaler *scaler) {
     ampi_scale_moved(scaler->amp, &scaler->scale, scaler->desc.disable ? AMPI_UNSCALED : 0);
 }
@@ -22562,7 +22573,8 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     return ampi_run_rule(scaler->amp, &rule);
 }
 
-/* Gives a running scaler other checked settings of its preset.  Turned on, it starts afresh; off, its scale is 1. */
+/* Gives a running scaler other checked settings of its preset.  A scaler that is turned on starts afresh.  One that is
+   turned off has the scale 1. */
 static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
     amp_k_scaler s = ampi_scaler_start(d);
     int keeps = d->preset == AMP_SCALER_TORCH;
@@ -22588,7 +22600,7 @@ static amp_result ampi_check_one_context(const char *function, const amp_grad_se
     return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context: pass one of this context");
 }
 
-/* Between two updates a set serves one scaler. */
+/* Checks that a set serves only one scaler between two updates. */
 static amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
@@ -22608,7 +22620,7 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
     return AMP_OK;
 }
 
-/* Notes a set checked in the graph being captured. */
+/* Notes a set that was checked in the graph being captured. */
 static amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
@@ -22619,7 +22631,7 @@ static amp_result ampi_graph_note_set(amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* The first range whose count the host has left out, or -1. */
+/* The first range whose count the program has left out, or -1. */
 static int64_t ampi_set_forgotten(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n; i++)
@@ -22716,7 +22728,7 @@ static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int6
     return 1;
 }
 
-/* Makes the scaler's own set hold these ranges. */
+/* Makes the scaler's private set hold these ranges. */
 static amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
     amp_grad_set *set;
     amp_result r;
@@ -22774,8 +22786,8 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     return AMP_OK;
 }
 
-/* ---- Saving.  Structs are written field by field, so that records do not depend on their layout; one table of an
-   object's numbers serves save and load. */
+/* ---- Saving.  Structs are written field by field, so that records do not depend on their layout.  One table of an
+   object's numbers serves both save and load. */
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
@@ -22791,16 +22803,17 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
     return amp_state_get(state, key, dtype, values, n);
 }
 
-/* A number of a record, in the order of the rows.  A load refuses it below .low or above .high, unless .low > .high. */
+/* A number of a record, in the order of the rows.  A load refuses a number below .low or above .high, unless .low >
+   .high. */
 typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
 
-enum { AMPI_SAVED_NUMBERS = 16 };       /* most numbers of one struct in a record */
-/* The largest saved counter, 2^53 - 1: exact in fp64, and can still count on. */
+enum { AMPI_SAVED_NUMBERS = 16 };       /* the most numbers of one struct in a record */
+/* The largest saved counter, 2^53 - 1.  It is exact in fp64, and so is the count after it. */
 #define AMPI_COUNT_MOST 9007199254740991.0
 #define AMPI_SAVED(record, dtype, object, member, type, low, high) \
     {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
 
-/* How many rows from here on belong to one record. */
+/* The number of rows from here on that belong to one record. */
 static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
     int64_t n = 1;
     while (row + n < end && strcmp(row[n].record, row->record) == 0) n++;
@@ -22816,7 +22829,7 @@ static ampi_saved_table ampi_saved_table_of(const ampi_saved *rows, size_t bytes
 }
 #define AMPI_SAVED_TABLE(rows, object) ampi_saved_table_of(rows, sizeof rows, sizeof(object))
 
-/* Saves `count` structs to a state, or loads them from one; each record holds its numbers of all. */
+/* Saves `count` structs to a state, or loads them from one.  Each record holds its numbers of all structs. */
 static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from,
                                             const char *prefix, ampi_saved_table table, void *structs, int64_t count) {
     const ampi_saved *row = table.rows, *end = row + table.n;
@@ -22834,7 +22847,7 @@ static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to,
             char *at = (char *)structs + (size_t)(i / n) * table.size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
-            /* by its bits: the host may flush subnormals */
+            /* by its bits, since the CPU may flush subnormals */
             if (k->type == place.type && k->low > k->high) {
                 char *there = (char *)record + place.offset;
                 memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there,
@@ -22855,7 +22868,7 @@ static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to,
 
 enum { AMPI_DISABLED_CHECKED = 3 };
 
-/* What is saved of a scaler. */
+/* The numbers of a scaler that are saved. */
 typedef struct ampi_saved_scaler { amp_k_scaler k; amp_scaler_desc d; int32_t checked; } ampi_saved_scaler;
 
 #define AMPI_SCALER_SCALE(member) AMPI_SAVED("scale", AMP_F32, ampi_saved_scaler, member, AMPI_REAL32, 1, 0)
@@ -22896,7 +22909,7 @@ static AMPI_COLD amp_result ampi_save_scaler(const amp_scaler *scaler, const amp
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
-    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* replaces an earlier save's record */
+    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* also to replace an earlier save's record */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
     s.d = scaler->desc;
@@ -22914,7 +22927,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
 }
 
-/* Checks saved numbers as settings and as a state to continue from. */
+/* Checks saved numbers, both as settings and as a state to continue from. */
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
@@ -22972,7 +22985,8 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ==== 11 >>optimizers: implementation ==== */
 
-/* Hooks, of >>ranks: the buckets of an optimizer's gradients, NULL with one rank ... */
+/* Hooks that >>ranks implements.  The first are for the buckets of an optimizer's gradients, which are NULL with one
+   rank. */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before);
 static void ampi_hook_buckets_destroy(ampi_buckets *b);
 static amp_result ampi_hook_buckets_give_up(ampi_buckets *b);
@@ -22980,12 +22994,12 @@ static amp_result ampi_hook_buckets_gather(ampi_buckets *b);
 static void ampi_hook_buckets_gather_late(ampi_buckets *b);
 static int ampi_hook_gathers_late(const amp_grad_set *set);
 static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]);
-/* ... and the outer step of loose coupling. */
+/* The others are for the outer step of loose coupling. */
 static amp_result ampi_hook_outer_begin(amp_optimizer *o);
 static amp_result ampi_hook_outer_step(amp_optimizer *o);
 static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n);
 
-/* The arrays that a parameter may have, and its own count of steps. */
+/* The arrays that a parameter may have, and its separate count of steps. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3, AMPI_COUNTED = AMPI_ARRAYS, AMPI_BLOCKS };
 
 static int64_t *ampi_copies_inf(const amp_optimizer *o) {
@@ -23022,9 +23036,9 @@ static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backe
     return (backend->lion)(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which moments a parameter has, and whether its steps are counted, as bits,
-   without and with .momentum; which fields are read that not all read; their defaults; and the kernel call.  Masters
-   depend on the row alone. */
+/* The optimizers, by amp_optimizer_kind.  A row names the moments of a parameter, and whether its steps are counted, as
+   bits without and with .momentum.  It also has the fields that are read and that not all kinds read, their defaults,
+   and the kernel call.  Masters depend on the tensor's row alone. */
 enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
 enum { AMPI_ADAM = 1 << AMPI_M | 1 << AMPI_V2 | 1 << AMPI_COUNTED, AMPI_MOMENTUM = 1 << AMPI_M | 1 << AMPI_COUNTED };
 static const struct ampi_optimizer_row {
@@ -23087,7 +23101,7 @@ static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     if (d->sync_wire == AMP_DTYPE_DEFAULT) d->sync_wire = AMP_F32;
 }
 
-/* Whether these masters and moments are possible; level O3 has no masters. */
+/* Checks that these masters and moments are possible.  Level O3 has no masters. */
 static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
                                      amp_master_kind master, amp_dtype moments) {
     const char *function = "amp_optimizer_create";
@@ -23113,7 +23127,7 @@ static const ampi_field ampi_group_fields[] = {
      AMPI_NOT_NEGATIVE}
 };
 
-/* Refuses what this optimizer does not read, unless it is the default, which amp_optimizer_query has. */
+/* Refuses fields that this optimizer does not read, unless they have the default, which amp_optimizer_query returns. */
 static amp_result ampi_check_read(const amp_optimizer_desc *d) {
     const struct ampi_optimizer_row *row = &ampi_optimizers[d->kind];
     const struct { const char *name; int readers, odd; } fields[] = {
@@ -23144,8 +23158,9 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     return AMP_OK;
 }
 
-/* The highest learning rate with which every number of a step fits in fp32, in which weights are updated: each group's
-   own rate; in AdamW that of the first step, which is divided by 1 - beta1; and the share that weight decay takes. */
+/* The highest learning rate with which every number of a step fits in fp32, since weights are updated in fp32.  It
+   considers each group's rate, and the share that weight decay takes.  In AdamW it considers the first step, whose rate
+   is divided by 1 - beta1. */
 static double ampi_lr_most(const amp_optimizer_desc *d) {
     ampi_fp host = ampi_fp_begin();
     volatile double most = 1e30;        /* in memory before ampi_fp_end */
@@ -23208,7 +23223,8 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
-/* Each group's pattern matches a parameter, unless ranks have others; a warning says which group has no effect. */
+/* Checks that each group's pattern matches a parameter, unless other ranks have others.  A warning names a group that
+   has no effect. */
 static amp_result ampi_check_groups(const amp_context *amp, const amp_optimizer_desc *d) {
     const char *f = "amp_optimizer_create";
     char given[40];
@@ -23248,10 +23264,11 @@ static amp_result ampi_copy_groups(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* 8-bit moments save nothing on small parameters, and those of an embedding have rows of zeros beside large ones. */
+/* The smallest parameter with 8-bit moments, because they save nothing on smaller ones.  An embedding is excepted too,
+   since its moments have rows of zeros beside large ones. */
 enum { AMPI_MOMENTS_8BIT_LEAST = 4096 };
 
-/* Learning rate, decay and storage of each row. */
+/* Sets the learning rate, decay and storage of each row. */
 static AMPI_COLD void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
@@ -23276,7 +23293,8 @@ static AMPI_COLD void ampi_apply_groups(amp_optimizer *o) {
     }
 }
 
-/* Remainders need bf16 weights, and settings for 16-bit weights need at least one. */
+/* Checks the 16-bit settings.  Remainders need bf16 weights, and settings for 16-bit weights need at least one such
+   weight. */
 static amp_result ampi_check_weights(const amp_optimizer *o) {
     int64_t i, narrow = 0;
     for (i = 0; i < o->set->n; i++) {
@@ -23293,7 +23311,7 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
-/* A row's arrays, and their bytes. */
+/* Whether a row has an array, and the bytes of it. */
 static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return ampi_has_moments(&o->desc) >> which & 1;
@@ -23353,7 +23371,7 @@ static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
 }
 #endif
 
-/* Says where a parameter's fp32 master is. */
+/* Sets the address of a parameter's fp32 master that users see. */
 static void ampi_show_master(const amp_grad_set *set, int64_t i) {
     const amp_k_tensor *row = &set->rows[i];
     set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
@@ -23416,7 +23434,7 @@ static AMPI_COLD void ampi_outer_free(amp_optimizer *o) {
     memset(u, 0, sizeof *u);
 }
 
-/* Names of parameters, one after the other in a message. */
+/* Names of parameters, separated by commas, for a message. */
 typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
 static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
     if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
@@ -23427,10 +23445,10 @@ static const char *ampi_named_more(ampi_named *to) {
     return to->text;
 }
 
-/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it,
-   so that a failure changes nothing. */
+/* ---- Rows that come later.  `next` is built beside the optimizer, and gets everything that the optimizer will have.
+   Then the two are exchanged, so that a failure changes nothing. */
 
-/* The outer step's arrays: those of rows that are new begin at the weights. */
+/* Builds the outer step's arrays.  Those of new rows start at the weights. */
 static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, const char *function,
                                   const int64_t *which) {
     ampi_outer *u = &next->outer;
@@ -23450,7 +23468,7 @@ static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, c
     return AMP_OK;
 }
 
-/* Where a row stands that was row `was`. */
+/* The present number of the row that was row `was`. */
 static int32_t ampi_grown_row(const amp_grad_set *next, const int64_t *which, int64_t was) {
     int64_t i;
     for (i = 0; i < next->n && (was < 0 || which[i] != was); i++) {}
@@ -23505,7 +23523,7 @@ static amp_result ampi_grow_build(amp_optimizer *o, amp_optimizer *next, const c
     return ampi_grow_notify(o, function, next->set, which);
 }
 
-/* The optimizer and `next` exchange what they have. */
+/* Exchanges the arrays of the optimizer and of `next`. */
 static void ampi_grow_swap(amp_optimizer *o, amp_optimizer *next, const int64_t *which) {
     amp_optimizer was = *o;
     int64_t i;
@@ -23533,7 +23551,7 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
     return ampi_check_newcomers(o->set, function, live);
 }
 
-/* Takes in parameters that have got a gradient (live: one that counts), with states that begin now. */
+/* Takes in parameters that have got a gradient (live: one that counts).  Their states begin now. */
 static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
@@ -23561,11 +23579,12 @@ static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *fu
     ampi_free(s, which, n, sizeof *which);
     return r;
 }
-/* Before a check.  With buckets gradients may be on their way: see ampi_grow_late. */
+/* Takes parameters in before a check.  With buckets this is not possible, because gradients may be on their way.
+   ampi_grow_late takes them in then. */
 static amp_result ampi_optimizer_grow_live(amp_grad_set *set, const char *function) {
     return ampi_is_summed(set) ? AMP_OK : ampi_optimizer_grow(set->optimizer, function, ampi_takes_live(set));
 }
-/* After a step of ranks, whose sums the newcomers had no part in. */
+/* Takes parameters in after a step of ranks.  The sums of that step did not include their gradients. */
 static void ampi_grow_late(amp_optimizer *o) {
     int64_t i, row = 0, before = o->set->n;
     ampi_named come;
@@ -23643,7 +23662,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
     if (optimizer != NULL) ampi_object_end(&optimizer->object, "amp_optimizer_destroy", AMPI_STACK);
 }
 
-/* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
+/* Refuses parameters whose masters belong to another optimizer, because each would undo the other's steps. */
 static amp_result ampi_check_masters(const amp_context *amp, const amp_param *params, int64_t n) {
     const ampi_object *object;
     amp_result result = AMP_OK;
@@ -23723,8 +23742,8 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     return AMP_OK;
 }
 
-/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then
-   all wait here for all buckets. */
+/* Drops gradients, and begins a cycle.  If a rank has sent buckets, a backward has run on all ranks.  Then all ranks
+   wait here for all buckets. */
 static amp_result ampi_optimizer_zero(void *owner) {
     amp_optimizer *o = (amp_optimizer *)owner;
     ampi_buckets *b = o->set->buckets;
@@ -23763,7 +23782,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
-/* Sends fp32 values as n bf16 weights and the row's remainders, of those from `first` on; `scratch` holds twice as many
+/* Sends fp32 values as n bf16 weights, and the row's remainders from number `first` on.  `scratch` has room for twice n
    16-bit numbers. */
 static AMPI_COLD amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n,
                                                 const amp_k_tensor *row, int64_t first, const float *values,
@@ -23774,7 +23793,7 @@ static AMPI_COLD amp_result ampi_send_remainder(const amp_optimizer *o, void *we
                            : ampi_send(o->amp, row->master, scratch + n + first, (size_t)row->count * 2);
 }
 
-/* row NULL: the parameter has no gradient and no master. */
+/* Sets a weight.  row is NULL if the parameter has no gradient and no master. */
 static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values,
                                   void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
@@ -23869,7 +23888,7 @@ AMP_API AMPI_COLD amp_result amp_optimizer_bytes(const amp_optimizer *optimizer,
     return AMP_OK;
 }
 
-/* ---- Graphs: what a launch must do on the host */
+/* ---- Graphs: the work of a launch on the CPU */
 
 /* Notes an optimizer whose cycle begins in the graph being captured. */
 static amp_result ampi_graph_note(amp_optimizer *o) {
@@ -23895,14 +23914,14 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return (ampi_optimizers[o->desc.kind].run)(o, backend, dev, stream);
 }
 
-/* 1: nothing has a gradient.  With .sharded another rank may have one. */
+/* 1: no row has a gradient.  With .sharded this is 0, because another rank may have one. */
 static int ampi_is_idle(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n && !set->rows[i].live; i++) {}
     return i == set->n && !(set->desc->sharded && ampi_world(set->amp) > 1);
 }
 
-/* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
+/* Counts the step on the device.  scaler is enabled or NULL.  In a graph, AMP_RULE_LAUNCH writes the learning rate. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
@@ -23911,7 +23930,7 @@ static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scal
     return ampi_run_rule(o->amp, &rule);
 }
 
-/* Starts copying the step's result to the host. */
+/* Starts to copy the step's result to CPU memory. */
 static amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
@@ -23929,7 +23948,7 @@ static void ampi_weights_changed(const amp_grad_set *set) {
     for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
-/* Copies are in use while a step, or the launch of a captured step, is being sent to the device. */
+/* Ends the use of copies.  It lasts while a step, or the launch of a captured step, is being sent to the device. */
 static void ampi_copies_end(amp_optimizer *o, amp_result result) {
     int64_t i;
     for (i = 0; o->copies != NULL && ampi_capture(o->amp) == NULL && i < o->set->n; i++)
@@ -23957,7 +23976,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
     return result;
 }
 
-/* Whether amp_optimizer_step or amp_step may start. */
+/* Checks whether amp_optimizer_step or amp_step may start. */
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
@@ -23976,8 +23995,9 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-/* Where a device sums by itself, the error of a parameter frozen on one rank alone comes when the step's result is due,
-   so in the same step on all ranks; until then it rests on all of them. */
+/* Returns the error of a parameter that is frozen on one rank alone, where a device itself makes the sums.  The error
+   is returned when the step's result is due, so it comes in the same step on all ranks.  Until then the parameter rests
+   on all of them. */
 static amp_result ampi_check_apart(amp_optimizer *o) {
     const int64_t number = o->attempts - AMPI_MAX(o->desc.result_lag, 0), slot = (number - 1) % AMP_STEP_RESULTS;
     void *dev, *stream;
@@ -23992,7 +24012,7 @@ static amp_result ampi_check_apart(amp_optimizer *o) {
     return ampi_fail_frozen(ampi_set_name(o->set, r->apart_row - 1), r->apart_frozen, r->apart_other);
 }
 
-/* Histories of the weights that are due are combined over ranks, in runs of neighbours. */
+/* Combines the histories of the weights that are due over ranks.  Neighbours are combined in one exchange. */
 static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) {
     int64_t i, n;
     for (i = 0; i < u->n; i += n + 3) {
@@ -24001,8 +24021,8 @@ static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) 
     }
     return AMP_OK;
 }
-/* Ends a step for the tensors in FP8 of the optimizer's layers: histories, combined over ranks unless these step alone,
-   give the next step's scales. */
+/* Ends a step for the tensors in FP8 of the optimizer's layers.  Their histories give the next step's scales.  The
+   histories are combined over ranks first, unless each rank steps alone. */
 static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
     const ampi_fp8_table *t;
     for (t = AMPI_HAS_FP8 ? ampi_fp8_tables(o->amp) : NULL; t != NULL; t = t->next) {
@@ -24047,7 +24067,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     ampi_seed_drop();
     ampi_buckets_recount(set->buckets);
     result = ampi_fp8_step(o, ampi_is_combined(set));
-    if (ampi_hook_gathers_late(set)) ampi_hook_buckets_gather_late(set->buckets);     /* no exchange is left */
+    if (ampi_hook_gathers_late(set)) ampi_hook_buckets_gather_late(set->buckets);     /* no exchange follows */
     AMPI_TRY(result);
     ampi_grow_late(o);
     return ampi_capture(o->amp) == NULL ? ampi_hook_outer_step(o) : AMP_OK;
@@ -24102,7 +24122,7 @@ static void ampi_result_fill(const amp_optimizer *o, const amp_k_step_result *k,
     out->consecutive_skips = k->consecutive_skips;
 }
 
-/* The number of the oldest result that is due, 0 if none is. */
+/* The number of the oldest result that is due, or 0 if none is. */
 static int64_t ampi_result_due(amp_optimizer *o) {
     int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.result_lag, 0));
     o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS);
@@ -24138,12 +24158,12 @@ static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     return (backend->event_done)(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
 }
 
-/* 1: the next step's result would overwrite one not yet delivered. */
+/* 1: the next step's result would overwrite one that is not delivered yet. */
 static int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
 #endif
 
 #if !defined(AMP_NO_CARE)
-/* Restores the progress, lr and seed of `then`.  Results pending then have been delivered since. */
+/* Restores the progress, lr and seed of `then`.  The results that were pending then have been delivered since. */
 static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->micro = then->micro;
     o->attempts = o->delivered = then->attempts;
@@ -24205,7 +24225,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->object.unfinished = 1;
     graph->amp = amp;
     graph->thread = pthread_self();
-    graph->settings_version = ampi_settings_version(amp);      /* a later change reaches only part of the graph */
+    graph->settings_version = ampi_settings_version(amp);      /* a later change would reach only a part of the graph */
     ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, (backend->graph_begin)(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
@@ -24214,7 +24234,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     return result;
 }
 
-/* Every cycle begun must have ended with its step and update. */
+/* Checks that every cycle that was begun in the graph has ended with its step and update. */
 static amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
     int64_t i;
     int open = ampi_live_gradients(graph->amp, 0);
@@ -24229,7 +24249,7 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                 : AMP_OK;
 }
 
-/* Notes the parameters that the host's own work in the graph changes, as reported by amp_param_changed. */
+/* Notes the parameters that the program's own work in the graph changes.  amp_param_changed has reported them. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
@@ -24249,7 +24269,7 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     return AMP_OK;
 }
 
-/* What the captured steps know of their rows is noted when the capture ends, and sent again before each launch where
+/* The captured steps' view of their rows is noted when the capture ends.  It is sent again before each launch, wherever
    other steps have changed it. */
 static amp_grad_set *ampi_graph_set(const amp_graph *graph, int64_t i) {
     return i < graph->n ? graph->optimizers[i]->set : graph->sets[i - graph->n];
@@ -24290,7 +24310,7 @@ static void ampi_set_undo(amp_grad_set *set) {
     if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
 }
 
-/* Undoes on the host the calls of a failed capture. */
+/* Undoes the effects of a failed capture's calls in CPU memory. */
 static void ampi_graph_undo(const amp_graph *graph) {
     int64_t i;
     ampi_live_gradients(graph->amp, 1);
@@ -24314,7 +24334,8 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
-    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* without memory the capture goes on, and can be ended again */
+    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* if memory is short, the capture continues, and can be ended
+                                                       again */
     graph->random = ampi_capture_end(amp);
     result = (backend->graph_end)(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
@@ -24331,7 +24352,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     return ampi_as("amp_graph_end", ampi_graph_end(amp, out));
 }
 
-/* Sends the device, by value, the numbers that change from launch to launch. */
+/* Sends the device the numbers that change from launch to launch.  They are sent by value. */
 static amp_result ampi_graph_numbers(const amp_graph *graph) {
     int64_t i;
     for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
@@ -24376,9 +24397,10 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings,
-   seed, outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the
-   rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are always saved in fp32. */
+/* ---- Saving an optimizer.  The record `names` has the names of parameters with a row, and `frozen` of those without
+   one.  shape, counters, settings, seed and outcomes are records of the optimizer.  counts and powers are each row's
+   amp_k_steps.  The arrays are m.0, v.0, master.0 and so on, by row.  `cycle` names the rank that the gradients grad.0
+   and so on belong to, and `live` which of them count.  Masters are always saved in fp32. */
 
 enum {
     AMPI_CYCLE_RANK = 0,
@@ -24404,7 +24426,8 @@ static const ampi_saved ampi_settings_saved[] = {
     AMPI_STEP_REAL(beta1_power, 1), AMPI_STEP_REAL(beta2_power, 1), AMPI_STEP_REAL(lr, AMPI_DBL_MAX)
 };
 
-/* The results not yet delivered; fp64 holds each number exactly.  Trackers were added later, in their own record. */
+/* The results that are not delivered yet.  fp64 holds each number exactly.  Trackers were added later, so they have a
+   separate record. */
 #define AMPI_OUTCOME(member, type, low, high) \
     AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
 static const ampi_saved ampi_outcome_saved[] = {
@@ -24420,7 +24443,7 @@ static const ampi_saved ampi_tracker_saved[] = {
 
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
-/* Per row: its elements, and one bit for each of its arrays. */
+/* The record `shape`.  It has each row's elements, and one bit for each of its arrays. */
 static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     int64_t i;
     int a;
@@ -24434,7 +24457,7 @@ static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     return AMP_OK;
 }
 
-/* The names of parameters that have a row, or have none, each followed by a line feed. */
+/* The names of parameters that have a row, or that have none.  A line feed follows each name. */
 static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char **text, int64_t *bytes) {
     int64_t i, row, pass, at = 0;
     for (pass = 0; pass < 2; pass++) {
@@ -24456,7 +24479,8 @@ static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char *
     return AMP_OK;
 }
 
-/* Sharded: rank and world, and of each row the first element of the part and its elements. */
+/* The record `part` of a sharded optimizer.  It has rank and world, then of each row the first element of the part and
+   the number of its elements. */
 static amp_result ampi_part_record(const amp_optimizer *o, int64_t **part) {
     int64_t i;
     AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)part, 2 * o->set->n + 2,
@@ -24496,7 +24520,7 @@ static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const
     return r;
 }
 
-/* Each row's own steps.  The most of them are also what 0.2, which has one count for all, loads: *most. */
+/* Saves each row's steps.  *most gets the largest count, because 0.2 loads one count for all rows. */
 static amp_result ampi_save_steps(const amp_optimizer *o, amp_state *state, const char *prefix, amp_k_steps *most) {
     const amp_system *s = ampi_context_system(o->amp);
     double *powers = NULL;
@@ -24578,21 +24602,21 @@ static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, c
                            n);
 }
 
-/* The dtype of an array of a row in a record; 8-bit moments have a second one, of their scales. */
+/* The dtype of an array of a row in a record.  8-bit moments have a second record, for their scales. */
 static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which == AMPI_MASTER || ampi_moments_are_f32(row) ? AMP_F32 : row->moment_dtype;
 }
 static const char *const ampi_scale_names[] = {"m_scales", "v_scales"};
 
-/* The elements and the dtype of a record; -1: there is none. */
+/* The number of elements and the dtype of a record.  -1: there is no such record. */
 static int64_t ampi_saved_count(const amp_state *state, const char *prefix, const char *name, int64_t i,
                                 amp_dtype *dtype) {
     char key[AMPI_STATE_KEY];
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK ? amp_state_count(state, key, dtype) : -1;
 }
 
-/* Reads a record, widening bf16 if fp32 is wanted: bf16 lies in the upper half of the scratch, so each number is read
-   before it is overwritten. */
+/* Reads a record, and widens bf16 if fp32 is wanted.  The bf16 numbers are put into the upper half of the scratch, so
+   each is read before it is overwritten. */
 static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
                               amp_dtype dtype, void *scratch, int64_t n) {
     char key[AMPI_STATE_KEY];
@@ -24605,7 +24629,7 @@ static amp_result ampi_get_as(const amp_state *state, const char *prefix, const 
     return AMP_OK;
 }
 
-/* The state that an optimizer's arrays are saved to or loaded from; the other is NULL. */
+/* The state that an optimizer's arrays are saved to, or loaded from.  The other of the two is NULL. */
 typedef struct ampi_archive {
     const amp_optimizer *o;
     amp_state *to;
@@ -24617,26 +24641,27 @@ typedef struct ampi_archive {
 
 /* The number of a row in the names of its records. */
 static int64_t ampi_saved_row(const ampi_archive *r, int64_t i) { return r->rows != NULL ? r->rows[i] : i; }
-/* The row that a saved one is, or -1. */
+/* The row that a saved row is here, or -1. */
 static int32_t ampi_own_row(const ampi_archive *r, int64_t saved) {
     int64_t i;
     for (i = 0; i < r->o->set->n && (saved < 0 || r->rows[i] != saved); i++) {}
     return i < r->o->set->n ? (int32_t)i : -1;
 }
 
-/* The elements of a row's records: of a rank's part, if that was saved or is, else of the parameter. */
+/* The number of elements of a row's records.  They hold a rank's part if that was saved or is being saved, and
+   otherwise the parameter. */
 static int64_t ampi_record_count(const amp_optimizer *o, const amp_state *from, const char *prefix, int64_t i) {
     int parts = from == NULL || ampi_saved_count(from, prefix, "part", -1, NULL) >= 0;
     return (parts ? &o->set->rows[i] : ampi_whole_row(o->set, i))->count;
 }
-/* Where a row's elements begin in them. */
+/* The place of the row's first element in its records. */
 static int64_t ampi_record_first(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     return ampi_record_count(r->o, r->from, r->prefix, i) == row->count ? 0 : row->first;
 }
 
-/* Copies n numbers of row i from the device to a record of theirs, or back from one.  parted: the record may hold the
-   whole row, of which n are this rank's part. */
+/* Copies n numbers of row i from the device to their record, or back from one.  parted: the record may hold the whole
+   row, and then n of its numbers are this rank's part. */
 static AMPI_COLD amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data,
                                                amp_dtype dtype, int64_t n, int parted) {
     int64_t n_saved = parted ? ampi_record_count(r->o, r->from, r->prefix, i) : n;
@@ -24650,7 +24675,8 @@ static AMPI_COLD amp_result ampi_archive_array(const ampi_archive *r, const char
     return ampi_put(r->to, r->prefix, name, i, dtype, r->scratch, n);
 }
 
-/* The same for a weight and its remainder, saved as one fp32 record; the scratch has room for twice as many numbers. */
+/* Copies a weight and its remainder, which are saved as one fp32 record.  The scratch has room for twice as many
+   numbers. */
 static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     int64_t n = ampi_record_count(r->o, r->from, r->prefix, i);
@@ -24674,7 +24700,7 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
 }
 
-/* All blocks of a moment that is 8-bit on one side at least. */
+/* Converts all blocks of a moment that has 8 bits in memory or in its record. */
 static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64_t n, int pack) {
     float *scales = ampi_moment_scales(codes, n);
     ampi_moment_map map;
@@ -24687,7 +24713,7 @@ static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64
     }
 }
 
-/* The same for a moment with 8 bits in memory, in its record or both.  The scratch holds fp32 values, then codes and
+/* Copies a moment that has 8 bits in memory, in its record or in both.  The scratch holds fp32 values, then codes and
    scales. */
 static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
     const amp_k_tensor *row = &r->o->set->rows[i];
@@ -24723,7 +24749,7 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
     return ampi_send(r->o->amp, data, codes, (size_t)bytes);
 }
 
-/* 1: the record of this moment, in the state that is written or read, has 8 bits, or the row has. */
+/* 1: this moment has 8 bits in its row, or in its record in the state that is read. */
 static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int which, int64_t i) {
     amp_dtype saved = AMP_F32;
     if (which == AMPI_MASTER) return 0;
@@ -24732,7 +24758,7 @@ static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int whi
     return row->moment_dtype == AMP_MOMENTS_8BIT || saved == AMP_MOMENTS_8BIT;
 }
 
-/* States as a parameter begins with. */
+/* Gives a row the states that a parameter begins with. */
 static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
     int a;
     for (a = 0; a < AMPI_BLOCKS; a++)
@@ -24741,7 +24767,7 @@ static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
     return ampi_make_master(o->amp, row);
 }
 
-/* The same for all arrays and the live gradients; rows that are new to the state begin anew. */
+/* Copies all arrays, and the live gradients.  Rows that the state does not have begin anew. */
 static AMPI_COLD amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
@@ -24765,7 +24791,7 @@ static AMPI_COLD amp_result ampi_archive_arrays(const ampi_archive *r) {
     return AMP_OK;
 }
 
-/* The same for the outer step's arrays, which lie on the host: records anchor.0, outer.0 and so on, by row. */
+/* Copies the outer step's arrays, which are in CPU memory.  Their records are anchor.0, outer.0 and so on, by row. */
 static const char *const ampi_outer_names[] = {"anchor", "outer"};
 static AMPI_COLD amp_result ampi_archive_outer(const ampi_archive *r) {
     const ampi_outer *u = &r->o->outer;
@@ -24784,7 +24810,7 @@ static AMPI_COLD amp_result ampi_archive_outer(const ampi_archive *r) {
     return AMP_OK;
 }
 
-/* The scratch bytes that the largest row needs. */
+/* The bytes of scratch that the largest row needs. */
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
@@ -24847,7 +24873,7 @@ static int ampi_has_line(const char *text, int64_t bytes, const char *name) {
     return 0;
 }
 
-/* Of two records that came with one version a state has both, or neither. */
+/* Checks that a state has both of two records, or neither.  Both were added in one version. */
 static amp_result ampi_check_both(const ampi_archive *r, const char *name, const char *other) {
     if (ampi_saved_count(r->from, r->prefix, name, -1, NULL) >= 0 ||
         ampi_saved_count(r->from, r->prefix, other, -1, NULL) < 0)
@@ -24855,7 +24881,7 @@ static amp_result ampi_check_both(const ampi_archive *r, const char *name, const
     return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s.%s, but %s.%s", r->prefix, name,
                      r->prefix, other);
 }
-/* A list of names; there may be none.  To be freed: *bytes. */
+/* Loads a list of names, which may be missing.  The caller frees *bytes bytes. */
 static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
     int64_t n = ampi_saved_count(r->from, r->prefix, name, -1, NULL);
     *text = NULL;
@@ -24865,9 +24891,9 @@ static amp_result ampi_load_text(const ampi_archive *r, const char *name, char *
     return ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, n);
 }
 
-/* Finds each row among those saved, which stand in the same order.  A parameter may have had a row when the state was
-   saved and be frozen here (named[0]), or the other way around (named[1]); a state of other parameters is refused, and
-   the first named. */
+/* Finds each row among the saved rows, which are in the same order.  A parameter may have had a row when the state was
+   saved, and be frozen here (named[0]).  It may also be the other way around (named[1]).  A state of other parameters
+   is refused, with the name of the first one. */
 static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t bytes, const char *frozen,
                                    int64_t frozen_bytes, ampi_named *named) {
     const char *f = "amp_optimizer_load";
@@ -24957,7 +24983,7 @@ static amp_result ampi_load_shape(const ampi_archive *r) {
     return result;
 }
 
-/* The record of a row exists, with `count` elements of the right dtype. */
+/* Checks that the record of a row exists, with `count` elements of the right dtype. */
 static amp_result ampi_check_array(const ampi_archive *r, const char *name, int64_t i, int64_t count,
                                    amp_dtype wanted) {
     char key[AMPI_STATE_KEY];
@@ -24974,7 +25000,7 @@ static amp_result ampi_check_array(const ampi_archive *r, const char *name, int6
                      amp_dtype_name(dtype), (long long)count, amp_dtype_name(wanted));
 }
 
-/* The same for a moment; 8-bit ones and fp32 ones load into each other. */
+/* Checks the records of a moment.  8-bit moments and fp32 moments load into each other. */
 static amp_result ampi_check_moment(const ampi_archive *r, int which, int64_t i) {
     amp_dtype wanted = ampi_saved_dtype(&r->o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
     int64_t count = ampi_record_count(r->o, r->from, r->prefix, i), blocks = ampi_moment_blocks(count), n;
@@ -24998,12 +25024,13 @@ static int ampi_has_record(const amp_state *state, const char *prefix, const cha
     return ampi_saved_count(state, prefix, name, i, NULL) >= 0;
 }
 
-/* 1: a state has what the outer step needs. */
+/* 1: the outer step is in use, and the state has its arrays. */
 static int ampi_has_outer(const amp_optimizer *o, const amp_state *state, const char *prefix) {
     return o->desc.sync_every > 0 && ampi_has_record(state, prefix, ampi_outer_names[0], 0);
 }
 
-/* 1: saved between two outer steps.  States that do not tell their period are taken to have this one's. */
+/* 1: the state was saved between two outer steps.  If a state does not have its period, this optimizer's period is
+   assumed. */
 static int ampi_saved_within_period(const amp_optimizer *o, const amp_state *state, const char *prefix,
                                     int64_t attempts, amp_result *result) {
     int64_t every = o->desc.sync_every;
@@ -25013,7 +25040,8 @@ static int ampi_saved_within_period(const amp_optimizer *o, const amp_state *sta
     return every > 0 && attempts % every != 0;
 }
 
-/* A state saved in the middle of a cycle, between two outer steps, or sharded, belongs to one rank. */
+/* Checks that a state that belongs to one rank is loaded by that rank.  This is a state that was saved in the middle of
+   a cycle, between two outer steps, or sharded. */
 static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
                                    int64_t micro, int live, int period) {
     const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded"
@@ -25035,7 +25063,8 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                      (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
+/* Loads which gradients count.  live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the
+   rank. */
 static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int period, uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
@@ -25072,7 +25101,7 @@ static amp_result ampi_check_arrays(const ampi_archive *r, const uint8_t *live) 
     return AMP_OK;
 }
 
-/* A rank's part of a sharded state is for the same part. */
+/* Checks that a rank's part of a sharded state is for the same part. */
 static amp_result ampi_load_part(const ampi_archive *r) {
     const amp_system *s = ampi_context_system(r->o->amp);
     int64_t *own, *saved, n = 2 * r->n_saved + 2, n_own = 2 * r->o->set->n + 2, i;
@@ -25127,7 +25156,7 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     return AMP_OK;
 }
 
-/* What a load reads and checks before it changes anything. */
+/* Everything that a load reads and checks before it changes anything. */
 typedef struct ampi_loading {
     ampi_archive archive;
     ampi_saved_optimizer numbers;
@@ -25139,10 +25168,10 @@ typedef struct ampi_loading {
     int32_t kernels[2];             /* a CPU path, and the dtype of regions; 0: not known */
 } ampi_loading;
 
-/* 1: from 0 to 1; also where the compiler takes NaN for impossible. */
+/* 1: x is from 0 to 1.  This also works where the compiler assumes that there is no NaN. */
 static int ampi_is_share(double x) { return amp_is_finite_f64(&x) && x >= 0 && x <= 1; }
 
-/* The path and the dtype that the state was trained with; those of 0.2 do not say. */
+/* Loads the path and the dtype that the state was trained with.  States of 0.2 do not have them. */
 static amp_result ampi_load_kernels(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
     AMPI_TRY(ampi_check_both(r, "kernels", "frozen"));
@@ -25153,7 +25182,7 @@ static amp_result ampi_load_kernels(ampi_loading *l) {
                      "%s.kernels = %d, %d, must be a CPU path and a dtype: load an earlier state", r->prefix,
                      l->kernels[0], l->kernels[1]);
 }
-/* Goes on as the state was trained, or says what is otherwise. */
+/* Continues with the kernels that the state was trained with, or logs what is different. */
 static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
     if (kernels[1] != 0 && kernels[1] != (int32_t)dtype && !amp->dtype_given)
@@ -25167,7 +25196,7 @@ static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
                  ampi_cpu_path_name(amp->machine.cpu.path));
 }
 
-/* The steps of each saved row; those of 0.2 have one count for all. */
+/* Loads the steps of each saved row.  States of 0.2 have one count for all rows. */
 static amp_result ampi_load_steps(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
     const amp_system *s = ampi_context_system(r->o->amp);
@@ -25202,7 +25231,7 @@ static amp_result ampi_load_steps(ampi_loading *l) {
     return result;
 }
 
-/* Names, shapes, counters and results. */
+/* Loads and checks names, shapes, counters and results. */
 static amp_result ampi_load_facts(ampi_loading *l) {
     const char *f = "amp_optimizer_load", *prefix = l->archive.prefix;
     const amp_state *state = l->archive.from;
@@ -25299,7 +25328,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 
 /* ---- Learning-rate schedules */
 
-/* What not all kinds read. */
+/* The fields that not all kinds of schedules read. */
 enum { AMPI_READS_MIN = 1, AMPI_READS_STEPS = 2, AMPI_READS_DECAY = 4, AMPI_READS_TIME = 8 };
 static const struct ampi_schedule_row { const char *name; int reads; } ampi_schedules[] = {
     {"?", 0}, {"CONSTANT", 0}, {"LINEAR", AMPI_READS_MIN | AMPI_READS_STEPS},
