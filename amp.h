@@ -12413,8 +12413,8 @@ typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, A
 /* A live allocation of device memory, in an open-addressing table by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
-/* An override of layers.  met: a layer or parameter of a matching name was seen, or a warning says that none was; until
-   then nearest is the registered parameter whose name is nearest. */
+/* An override of layers.  met: a layer or a parameter of a matching name was seen, or a warning has said that none was.
+   Until then, nearest is the registered parameter whose name is nearest to the pattern. */
 typedef struct ampi_layer_rule {
     char pattern[128];
     amp_dtype dtype;
@@ -12423,31 +12423,32 @@ typedef struct ampi_layer_rule {
 } ampi_layer_rule;
 typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
-/* What a cached copy of a weight is for. */
+/* The use of a cached copy of a weight. */
 typedef enum ampi_pack_kind {
     AMPI_PACK_FORWARD = 1,          /* packed as the transposed right operand: y = x w^T */
     AMPI_PACK_BACKWARD = 2,         /* packed as the right operand: dx = dy w */
-    AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the host's kernels */
+    AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the program's kernels */
 } ampi_pack_kind;
 
 typedef struct ampi_cache_entry {
     uint64_t id, version, last_use;
     amp_dtype dtype;
     ampi_pack_kind kind;
-    int users;                      /* calls writing or reading it: not evicted meanwhile */
+    int users;                      /* calls that write or read it; it is not evicted meanwhile */
     int writing; pthread_t by;      /* 1: this thread writes it, others wait */
     int not_used;                     /* 1: written by an optimizer, not used since */
     int recorded;                   /* 1: the graph being captured writes it */
-    /* 1: a live graph reads but does not write it: launches need it up to date */
+    /* 1: a live graph reads it but does not write it, so it must be up to date for launches */
     int in_graph;
     void *data;
-    int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
+    int64_t bytes, new_inf;         /* new_inf: of this copy, if the CPU can read it at once */
 } ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
 
-/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free.
-   They end their step with the optimizer that has the weight, or else with any step of the thread that used it last. */
+/* Records of tensors in FP8, three for each weight.  Slot 3 i + amp_fp8_tensor - 1 belongs to weight ids[i]; id 0:
+   free.  The optimizer that has the weight ends their step.  Without such an optimizer, the step ends with any step of
+   the thread that used the weight last. */
 enum { AMPI_FP8_WEIGHTS = 64,       /* as many as amp_k_fp8_update.due has bits */
-       AMPI_FP8_TAKEN = 1 };        /* no id: the place is being cleared */
+       AMPI_FP8_TAKEN = 1 };        /* not an id: the place is being cleared */
 typedef struct ampi_fp8_table {
     struct ampi_fp8_table *next;
     uint64_t ids[AMPI_FP8_WEIGHTS];
@@ -12457,7 +12458,7 @@ typedef struct ampi_fp8_table {
     uint32_t *amax, *history;
 } ampi_fp8_table;
 
-/* A mask written out.  key: its description, with the arrays' contents. */
+/* A mask in memory.  key: the mask's description, with the contents of its arrays. */
 typedef struct ampi_mask_entry {
     uint8_t *key; int64_t key_bytes;
     uint64_t hash, last_use;
@@ -12472,16 +12473,15 @@ typedef struct ampi_mask_entry {
    created with it last, or NULL. */
 typedef struct ampi_known { amp_param *param; uint64_t id, captured; const void *stepper; } ampi_known;
 
-/* A loss scale, for gradients to remember which one they carry: where backward reads it, and an id that is new whenever
-   its value may be.  AMPI_UNSCALED: it is 1.  0 for an id: not known. */
+/* A loss scale.  Gradients remember the one they carry.  at: the address that backward reads it from.  id: a number
+   that is new whenever the value may be new.  AMPI_UNSCALED: the scale is 1.  0: not known. */
 typedef struct ampi_scale { struct ampi_scale *next; const float *at; uint64_t id; } ampi_scale;
 enum { AMPI_UNSCALED = 1 };
 /* Decides about a backward that adds to a gradient after an optimizer's step, or under another loss scale. */
 typedef amp_result (*ampi_judge)(amp_context *amp, const char *function, amp_param *p, uint64_t scale);
 
-/* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
-   calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
-/* What a section below is told of gradients: before an operator adds to one, which it may refuse, and after. */
+/* Calls that a section below gets for gradients: before an operator adds to one, which the call may refuse, and
+   after. */
 typedef struct ampi_gradient_watch ampi_gradient_watch;
 struct ampi_gradient_watch {
     ampi_gradient_watch *next;
@@ -12489,33 +12489,35 @@ struct ampi_gradient_watch {
     void (*added)(ampi_gradient_watch *w, const amp_param *p);
     amp_result (*settle)(ampi_gradient_watch *w);   /* waits for gradients that are being summed */
     amp_result (*set)(ampi_gradient_watch *w, const amp_param *p);  /* its weight has new values */
-    /* waits for a weight that ranks gather; NULL: for all */
+    /* waits for a weight that ranks gather; NULL: for all weights */
     amp_result (*whole)(ampi_gradient_watch *w, const char *function, const amp_param *p);
-    int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
+    int away;                       /* 1: the reducer works on gradients beside the program's thread; atomic */
 };
 
+/* Every object that is created from a context begins with this.  Closing the context stops live objects, newest first.
+   From then on their calls are errors, and destroying them frees the rest.  An object stays while others refer to it. */
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
     const char *kind; char name[60];                /* for the warning */
-    void (*stop)(ampi_object *object); /* frees all but the struct; when the context closes, the host's arrays
+    void (*stop)(ampi_object *object); /* frees all but the struct; when the context closes, your arrays
                                           (parameters, names) may be gone already */
-    /* frees the struct; NULL: only `bytes` to free */
+    /* frees the struct; NULL: there are only `bytes` to free */
     void (*release)(ampi_object *object);
     size_t bytes;
     uint64_t made;                                  /* a serial */
     ampi_object *next, **link;                      /* in the context's list; link NULL: not in it */
     int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
-    /* 1: the host has no handle yet, so closing the context destroys it */
+    /* 1: the program has no handle yet, so closing the context destroys it */
     int unfinished;
-    int unwanted;                                   /* 1: so is what the host destroyed while others used it */
+    int unwanted;                                   /* 1: destroyed while in use, so closing destroys it too */
 };
 
 typedef struct ampi_cells {
-    int32_t bad_row, reserved;      /* 1 + a row that a kernel found out of range; 0: none */
+    int32_t bad_row, reserved;      /* 1 + a row that a kernel found to be out of range; 0: none */
     int64_t new_inf;                /* of the cast cache */
     uint64_t random;                /* the first random offset of the graph launched last */
-    int64_t cut;                    /* numbers that saturate_inputs cut; the last of them */
+    int64_t cut;                    /* numbers cut by saturate_inputs, and the last of them */
     amp_k_cut_note cut_last;
 } ampi_cells;
 
@@ -12529,8 +12531,9 @@ typedef enum ampi_notice {
 } ampi_notice;
 typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id);
 
-/* A product of a layer that has run, for a later section to look at: its operands are as they were.  weight: the
-   layer's, which is operand b if is_b, even where gemm.b is a copy.  layer: the name that overrides match. */
+/* A product of a layer that has run, with operands that have not changed since, so that a later section can examine it.
+   weight: the layer's weight.  It is operand b if is_b, even where gemm.b is a copy of it.  layer: the name that
+   overrides match. */
 typedef struct ampi_shown {
     amp_k_gemm gemm;
     amp_param *weight;
@@ -12550,13 +12553,14 @@ struct amp_context {
     amp_machine machine;
     amp_choice choice;
     amp_k_gemm product;             /* a template for amp_gemm: faster to copy than to clear */
-    /* Guards everything below.  THE LOCK RULE: never call the host (logger, allocator, reducer, callbacks, amp_system)
-       or a backend with a lock held, anywhere: it might call back, or fail and log. */
+    /* Guards everything below.  THE LOCK RULE: the program's code (logger, allocator, reducer, callbacks, amp_system)
+       or a backend is never called with a lock held, anywhere.  The called code might call amp.h again, or fail and
+       log. */
     pthread_mutex_t lock;
-    pthread_cond_t written;         /* a copy or mask is written, or cannot be */
+    pthread_cond_t written;         /* a copy or mask has been written, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
-    int64_t taken, taken_peak;      /* the backend's host memory, with scratch; changed atomically */
+    int64_t taken, taken_peak;      /* CPU memory of the backend, with scratch; changed atomically */
     ampi_known *params; int64_t n_params, param_capacity;
     uint64_t serial, random_offset, clock;
     ampi_cache_entry *cache; int64_t n_cache, cache_capacity;
@@ -12564,56 +12568,57 @@ struct amp_context {
     int regions;                    /* open on all threads; changed atomically */
     /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
-    ampi_gradient_watch *watches;   /* who is told of gradients; changed with the lock held, and atomically */
-    int32_t gathers;                /* how many of them have weights on their way, or not whole; atomic */
+    ampi_gradient_watch *watches;   /* of gradients; changed with the lock held, and atomically */
+    int32_t gathers;                /* watches whose weights are being gathered, or are not whole; atomic */
     ampi_scale *scales;             /* of scalers; changed with the lock held, the head also atomically */
-    /* how often some scale changed; the last step of an optimizer: when, on which thread; all atomic */
+    /* the number of changes of scales; the last step of an optimizer: when, and on which thread; all atomic */
     uint64_t rescaled, stepped, stepper;
     ampi_judge judge;               /* set with the first optimizer or scaler, atomically */
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
-    ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
-    int trials;                     /* amp_verify and its kin, whose products are not shown */
+    ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Its object */
+    int trials;                     /* trials of amp_verify and similar functions, whose products are not shown */
     ampi_object *objects;           /* live ones, newest first */
     /* changed atomically; holders: objects, regions, mask views and the opener; views: mask views */
     int holders, closed, views;
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
-    ampi_fp8_table *fp8;            /* the first; they are never moved */
+    ampi_fp8_table *fp8;            /* the first; tables are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
-    int unmet, asked;               /* how many of them are not .met; 1: a layer was looked up since; both atomic */
+    int unmet, asked;               /* how many of them are not .met; 1: a layer was used since; both atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
     ampi_object *capture;           /* the graph being captured, else NULL */
     int graphs;                     /* live ones: the caches keep what they use */
     uint64_t settings_version;      /* changes with everything that is built into a graph */
-    uint64_t decisions;             /* a new serial with every setting that operators decide by */
+    uint64_t decisions;             /* a new serial with every setting that decides about operators */
     uint64_t capture_random;        /* random_offset when the capture began */
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
     int64_t cut;                                    /* cells->cut as last read */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
-    /* decisions logged: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
+    /* hashes of decisions logged, a table of AMPI_TOLD_CAPACITY; NULL before the first */
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     int path_given, dtype_given;    /* 1: the program chose .cpu_path, .dtype */
-    int path_adopted;               /* 1: the path is another machine's, and auto stays what it was */
-    amp_dtype auto_dtype;           /* what auto chose at opening; 0: it was not asked */
-    pid_t process;                  /* the one that opened it */
-    int own_sets;                   /* of amp_grad_set_create */
+    int path_adopted;               /* 1: the path is another machine's; the dtype of auto does not change */
+    amp_dtype auto_dtype;           /* the dtype that auto chose at opening; 0: auto was not used */
+    pid_t process;                  /* the process that opened it */
+    int own_sets;                   /* sets made by amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
     amp_reducer on_device;          /* .reduce_on_device: the backend's; reduce NULL: none */
     pthread_t opener;               /* the thread that opened it */
-    int roll_called; char roll[160];        /* what the ranks said when on_device failed */
+    int roll_called; char roll[160];        /* the state of the ranks when on_device failed */
 };
 
-/* ---- Hooks.  A section that needs something from a later one declares a function ampi_hook_NAME, which the later
-   section defines.  These are of >>autocast: the overrides of layers, ... */
+/* ---- Hooks.  A section that needs a later one declares a function ampi_hook_NAME, which the later section defines.
+   The first hooks are implemented by >>autocast, for the overrides of layers. */
 
 static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback);
 static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text);
 static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter);
 static void ampi_hook_layers_tell(amp_context *amp, int closing);
-/* ... and these of >>ranks.  join and leave: the amp_ranks of .reducer; open: the ranks on their devices. */
+/* The others are implemented by >>ranks.  join and leave are for the amp_ranks of .reducer.  open joins the ranks on
+   their devices. */
 static amp_result ampi_hook_ranks_join(amp_context *amp);
 static amp_result ampi_hook_ranks_open(amp_context *amp);
 static void ampi_hook_ranks_leave(amp_context *amp);
@@ -12634,7 +12639,7 @@ static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
 }
 
 #if !defined(AMP_NO_CARE)
-/* Sets who sees the products of layers, or NULL; `of` is the observer's own. */
+/* Sets the function that gets the products of layers, or NULL.  `of` is passed by the observer for its use. */
 static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
     amp->observer = observer;
     amp->observing = of;
@@ -12642,7 +12647,8 @@ static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
 static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
 #endif
 #if !defined(AMP_NO_CARE)
-/* Written only by what runs alone on its context; others read it at any time. */
+/* Adds to the number of trials, and returns it.  Only a function that runs alone on its context adds.  Other threads
+   read the number at any time. */
 static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
 #endif
 
@@ -12663,7 +12669,8 @@ static amp_result ampi_not_captured(const amp_context *amp) {
         AMP_ERR_STATE, "amp_graph_begin",
         "the call waits for the device, which only records during a capture: move it after amp_graph_end");
 }
-/* Before a weight is read, written or freed: waits until it is gathered; p NULL: until all are. */
+/* Waits until a weight has been gathered, or with p NULL until all weights have been.  Called before a weight is read,
+   written or freed. */
 static amp_result ampi_weights_whole(const amp_context *amp, const char *function, const amp_param *p) {
     ampi_gradient_watch *w;
     if (__atomic_load_n(&amp->gathers, __ATOMIC_ACQUIRE) == 0) return AMP_OK;
@@ -12671,16 +12678,17 @@ static amp_result ampi_weights_whole(const amp_context *amp, const char *functio
         AMPI_TRY((w->whole)(w, function, p));
     return AMP_OK;
 }
-/* Before a call waits for the device, and then perhaps reads or writes what it finds there. */
+/* Called before a call waits for the device.  It refuses during capture.  It also waits for gathered weights, since the
+   call may then read or write device memory. */
 static amp_result ampi_may_wait(const amp_context *amp) {
     AMPI_TRY(ampi_not_captured(amp));
     return ampi_weights_whole(amp, "reducer", NULL);
 }
-/* A setting changed that is built into captured graphs ... */
+/* Notes that a setting has changed that is built into captured graphs. */
 static void ampi_settings_changed(amp_context *amp) {
     __atomic_add_fetch(&amp->settings_version, 1, __ATOMIC_RELAXED);
 }
-/* ... and one that operators decide by. */
+/* Notes that a setting has changed that decides about operators. */
 static void ampi_decisions_changed(amp_context *amp) {
     ampi_settings_changed(amp);
     __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
@@ -12697,7 +12705,8 @@ static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     amp->graphs++;
     amp->capture_random = amp->random_offset;
 }
-/* Returns how many random numbers the captured work takes; they are not consumed.  Casts were only recorded. */
+/* Ends a capture.  Returns how many random numbers the captured work takes.  They are not consumed, because the capture
+   only recorded that work.  Copies in the cast cache were only recorded too, so they are not up to date. */
 static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
     int64_t i;
@@ -12716,14 +12725,15 @@ static void ampi_graph_left(amp_context *amp) {
     for (i = 0; i < amp->n_cache; i++) amp->cache[i].in_graph = 0;
     pthread_mutex_unlock(&amp->lock);
 }
-/* Where a graph reads its first random offset, and its present value. */
+/* The address that a graph reads its first random offset from, and the present value. */
 static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     *offset = amp->random_offset;
     return &amp->cells->random;
 }
 static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 #if !defined(AMP_NO_CARE)
-/* What decides the dtypes of regions, and the next random offset: restored after a trial of another precision. */
+/* The settings that decide the dtypes of regions, and the next random offset.  They are restored after a trial of
+   another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
     amp_dtype autocast_dtype, fallback;
@@ -12743,7 +12753,8 @@ static ampi_precision ampi_precision_get(const amp_context *amp) {
     p.random_offset = amp->random_offset;
     return p;
 }
-/* At any level; does not touch captures and the log.  Weights may have changed too: drops cached casts. */
+/* Restores the settings, at any level.  Captures and the log are not affected.  Weights may have changed too, so cached
+   casts are dropped. */
 static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
@@ -12756,8 +12767,8 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 #endif
-/* Scales: a scaler enters its own, says when its value may have changed, and takes it away.  id: AMPI_UNSCALED, one
-   that it had before, or 0 for a new one. */
+/* Scales.  A scaler enters its scale, calls ampi_scale_moved when the value may have changed, and takes the scale away.
+   id: AMPI_UNSCALED, an id that the scale had before, or 0 for a new id. */
 static void ampi_scale_moved(amp_context *amp, ampi_scale *s, uint64_t id) {
     pthread_mutex_lock(&amp->lock);
     s->id = id != 0 ? id : ampi_serial();
@@ -12779,7 +12790,8 @@ static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
     if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* The id of the scale that a loss reads at this address; of a factor of the host's own nothing is known. */
+/* The id of the scale that a loss reads at this address.  It is 0 for a factor of the program, about which no scaler
+   knows. */
 static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
     const ampi_scale *s;
     uint64_t id = 0;
@@ -12793,10 +12805,10 @@ static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
 }
 static uint64_t ampi_rescaled(const amp_context *amp) { return __atomic_load_n(&amp->rescaled, __ATOMIC_ACQUIRE); }
 
-/* Serials as times, and a number of this thread. */
+/* Serials are used as times.  ampi_this_thread is a number of this thread. */
 static int ampi_is_later(uint64_t a, uint64_t b) { return (int64_t)((a - b) << 1) > 0; }
 static uint64_t ampi_this_thread(void) { return (uint64_t)(uintptr_t)ampi_error_text; }
-/* An optimizer has stepped: returns when. */
+/* Notes that an optimizer has stepped, and returns when. */
 static uint64_t ampi_step_noted(amp_context *amp) {
     uint64_t now = ampi_serial();
     __atomic_store_n(&amp->stepper, ampi_this_thread(), __ATOMIC_RELAXED);
@@ -12807,19 +12819,20 @@ static void ampi_judge_gradients(amp_context *amp, ampi_judge judge) {
     __atomic_store_n(&amp->judge, judge, __ATOMIC_RELEASE);
 }
 
-/* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
+/* Sets whether a gradient is live.  1: no step has used the gradient yet, and the next backward adds to it.  0: the
+   next backward overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
     if (p == NULL || (live && p->grad.data == NULL)) return;
     if (!live || !p->grad_live) p->began = 0;
     p->grad_live = live;
     if (!live) { p->by_hand = 0; p->taken = 0; }
 }
-/* The same of a gradient that was restored: which backward it is from, and under which scale, is not known. */
+/* Does the same for a gradient that was restored.  It is not known which backward it is from, and under which scale. */
 static void ampi_gradient_anew(amp_param *p, int live) {
     ampi_gradient_live(p, 0);
     ampi_gradient_live(p, live);
 }
-/* A backward, which overwrites what was there, begins a gradient under this scale. */
+/* Begins a gradient under this scale, for a backward that overwrites the earlier one. */
 static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
     p->taken += p->began != 0;
     p->grad_live = 1;
@@ -12827,7 +12840,8 @@ static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
     p->scale = scale;
     p->writer = ampi_this_thread();
 }
-/* Whether a backward under this scale may add to a gradient, if it is live.  Trials' gradients are thrown away. */
+/* Checks whether a backward under this scale may add to a gradient, if the gradient is live.  Gradients of trials are
+   thrown away, so they are not checked. */
 static amp_result ampi_gradient_joins(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     if (!p->grad_live || p->began == 0 || p->grad.data == NULL || amp->trials > 0) return AMP_OK;
     if (!ampi_is_later(__atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE), p->began) &&
@@ -12835,7 +12849,7 @@ static amp_result ampi_gradient_joins(amp_context *amp, const char *function, am
         return AMP_OK;
     return __atomic_load_n(&amp->judge, __ATOMIC_ACQUIRE)(amp, function, p, scale);
 }
-/* Whether an operator may add to a gradient now, and that it has. */
+/* Checks whether an operator may add to a gradient now.  ampi_gradient_added then notes that it has. */
 static amp_result ampi_gradient_open(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     if (p == NULL || p->grad.data == NULL) return AMP_OK;
@@ -12848,14 +12862,15 @@ static void ampi_gradient_added(amp_context *amp, amp_param *p, uint64_t scale) 
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) (w->added)(w, p);
 }
 #if !defined(AMP_NO_CARE) || !defined(AMP_NO_WATCH)
-/* Before gradients are read between backward and the step. */
+/* Waits for gradients that are being summed, before they are read between backward and the step. */
 static amp_result ampi_gradients_settle(amp_context *amp) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     for (; w != NULL; w = w->next) AMPI_TRY((w->settle)(w));
     return AMP_OK;
 }
 #endif
-/* Ranks exchange one thing at a time, in the same order. */
+/* Refuses an exchange while gradients are being summed, because ranks must make all exchanges one at a time, in the
+   same order. */
 static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     while (w != NULL && !__atomic_load_n(&w->away, __ATOMIC_ACQUIRE)) w = w->next;
@@ -12875,7 +12890,7 @@ static void ampi_unwatch_gradients(amp_context *amp, ampi_gradient_watch *w) {
     if (*link != NULL) __atomic_store_n(link, w->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* Whether some registered parameter's gradient is live; clear: makes them all not live. */
+/* Whether a registered parameter's gradient is live.  clear: makes all of them not live. */
 static int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -12908,7 +12923,7 @@ static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     return n;
 }
 
-/* Makes room for `more` elements of an array of the context; returns with the lock held unless it fails. */
+/* Makes room for `more` elements of an array of the context.  Returns with the lock held, unless it fails. */
 static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count,
                                      int64_t more, int64_t *capacity, size_t size) {
     for (ampi_lock(amp); *capacity - *count < more; ampi_lock(amp)) {
@@ -12931,7 +12946,7 @@ static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, voi
     return AMP_OK;
 }
 
-/* Room for one more element of an array that only one thread at a time uses. */
+/* Makes room for one more element of an array that only one thread at a time uses. */
 static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity,
                             size_t size) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, array, &count, 1, capacity, size));
@@ -12942,7 +12957,7 @@ static amp_result ampi_grow(amp_context *amp, const char *function, void **array
 /* ---- Lifetimes */
 
 static void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
-/* The last holder frees what amp_close leaves. */
+/* Gives up a hold on the context.  The last holder frees the rest that amp_close leaves. */
 static void ampi_context_let_go(amp_context *amp) {
     amp_system system = amp->system;
     if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
@@ -12952,7 +12967,7 @@ static void ampi_context_let_go(amp_context *amp) {
     ampi_free(&system, amp, 1, sizeof *amp);
 }
 
-/* *out: a zeroed struct that begins with an ampi_object; enlist it when it is complete. */
+/* *out is a zeroed struct that begins with an ampi_object.  It is enlisted when it is complete. */
 static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind,
                                      void (*stop)(ampi_object *object)) {
     ampi_object *o;
@@ -13025,7 +13040,7 @@ static const char *ampi_log_word(amp_log_level level) {
                                       : "debug";
 }
 
-/* Counts an id; returns how often it has been seen by now. */
+/* Counts an id.  Returns how often it has been seen so far. */
 static int ampi_log_count(amp_context *amp, int id) {
     int i, known;
     for (i = 0; i < AMPI_LOG_IDS; i++) {
@@ -13063,14 +13078,15 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
 }
 
 static const char ampi_reducer_text[] = "the reducer";
-/* Why its last call failed; NULL: unknown. */
+/* The reason why the reducer's last call failed.  NULL: unknown. */
 static const char *ampi_reducer_why(const amp_reducer *r) {
     const char *why = NULL;
     if (r->calls != NULL && r->calls->error != NULL) AMPI_CALLOUT(ampi_reducer_text, why = (r->calls->error)(r->user));
     return why;
 }
 
-/* Refuses what a callback must not destroy, in the log as well, unless that is what called. */
+/* Refuses to destroy an object that a callback must not destroy.  The refusal is logged too, unless the logger made the
+   call. */
 static amp_result ampi_may_destroy(const amp_context *amp, const char *function, const char *kind, uint64_t made,
                                    uintptr_t here) {
     amp_result result = ampi_check_unused(function, kind, made, here);
@@ -13080,13 +13096,13 @@ static amp_result ampi_may_destroy(const amp_context *amp, const char *function,
     if (!in_log) ampi_log(amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
     return result;
 }
-/* For amp_NAME_destroy of an object; here: AMPI_STACK. */
+/* Implements amp_NAME_destroy of an object.  here: AMPI_STACK. */
 static void ampi_object_end(ampi_object *o, const char *function, uintptr_t here) {
     if (o != NULL && ampi_may_destroy(o->amp, function, o->kind, o->made, here) == AMP_OK) ampi_object_destroy(o);
 }
 
-/* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
-   once, because all ranks ask once. */
+/* Adds to an error text which rank is missing.  The device's exchanges cannot find that out, but the program's reducer
+   can, since it waits for all ranks.  The reducer is called only once for this, because all ranks call it once. */
 static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     const amp_reducer *r = &amp->desc.reducer;
     const char *why = NULL;
@@ -13137,7 +13153,7 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
 }
 
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
-/* The reducer of what the context computes with. */
+/* The reducer for the memory that the context computes with. */
 static const amp_reducer *ampi_reducer(const amp_context *amp) {
     return amp->on_device.reduce != NULL ? &amp->on_device : &amp->desc.reducer;
 }
@@ -13177,7 +13193,7 @@ static const char *ampi_fp8_unread(const amp_fp8_recipe *r) {
                                        : NULL;
 }
 
-/* Also fills in the defaults that do not depend on the machine. */
+/* Checks a description, and fills in the defaults that do not depend on the machine. */
 static amp_result ampi_check_desc(amp_desc *d) {
     char list[80];
     const amp_system *s = &d->system;
@@ -13233,7 +13249,7 @@ static amp_result ampi_check_desc(amp_desc *d) {
     return AMP_OK;
 }
 
-/* The path in use, of those that this CPU has. */
+/* Chooses the path in use among the paths that this CPU has. */
 static amp_result ampi_choose_path(amp_desc *d, amp_machine *m) {
     if (d->cpu_path != AMP_CPU_DEFAULT && !ampi_cpu_has(&m->cpu, d->cpu_path))
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
@@ -13250,7 +13266,7 @@ static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
 
-/* The file of tuned plans has one record: the backend's bytes. */
+/* The file of tuned plans has one record, with the backend's bytes. */
 #define AMPI_PLANS_KEY "plans"
 
 static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
@@ -13267,7 +13283,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     return result;
 }
 
-/* A bad file must not stop training. */
+/* Reads tuned plans.  A bad file is not an error, because it must not stop training. */
 static void ampi_plans_read(amp_context *amp) {
     amp_state *state;
     amp_result result;
@@ -13325,7 +13341,7 @@ static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, 
                      amp->backend->name);
 }
 
-/* The same, which replaces a dtype that the device lacks by fallback, if given. */
+/* Chooses as ampi_choose_exactly does.  A dtype that the device lacks is replaced by fallback, if that is given. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     int none = fallback == AMP_DTYPE_DEFAULT;
     float rate;
@@ -13339,7 +13355,7 @@ static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp
     return AMP_OK;
 }
 
-/* The dtype that regions compute in.  Level O0 is fp32 throughout. */
+/* The dtype that regions compute in.  At level O0 it is always fp32. */
 static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_choice other;
     if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, &other));
@@ -13349,7 +13365,7 @@ static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_
     return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
 }
 
-/* The dtype of regions that name none: the context's, unless another one is wanted. */
+/* The dtype of regions that name none.  It is the context's, unless another one is wanted. */
 static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, amp_dtype fallback,
                                       const amp_choice *context, amp_choice *out) {
     *out = *context;
@@ -13366,14 +13382,14 @@ static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     return 0;
 }
 
-/* From now on the CPU backend computes by this path, which the CPU has.  The dtype stays. */
+/* Makes the CPU backend compute by this path from now on.  The CPU must have the path.  The dtype stays. */
 static void ampi_use_path(amp_context *amp, amp_cpu_path path) {
     const amp_choice was = amp->choice;
     amp->desc.cpu_path = amp->machine.cpu.path = path;
     ampi_cpu_use_path(amp->dev, path);
     ampi_cpu_as_device(&amp->machine.cpu, &amp->machine.device);
     amp->path_adopted = 1;
-    (void)amp_choose(&amp->machine, was.dtype, 1, &amp->choice);       /* its rate and reason on this path */
+    (void)amp_choose(&amp->machine, was.dtype, 1, &amp->choice);       /* for the rate and the reason on this path */
     amp->choice.fell_back = was.fell_back;
     ampi_decisions_changed(amp);
 }
@@ -13393,7 +13409,7 @@ static amp_result ampi_open_threads(amp_context *amp) {
     return AMP_OK;
 }
 
-/* The host's own device memory, as the backend calls it. */
+/* Allocates device memory by the program's allocator, on behalf of the backend. */
 static void *ampi_memory_alloc(void *user, size_t bytes, int32_t device, void *stream) {
     const amp_context *amp = (const amp_context *)user;
     void *memory;
@@ -13440,7 +13456,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     return (amp->backend->fill)(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
-/* 1: the context has its mutex and condition. */
+/* Creates the context's mutex and condition.  1: both exist. */
 static int ampi_open_locks(amp_context *amp) {
     if (pthread_mutex_init(&amp->lock, NULL) != 0) return 0;
     if (pthread_cond_init(&amp->written, NULL) == 0) return 1;
@@ -13509,7 +13525,7 @@ AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *des
     return AMP_OK;
 }
 
-/* Stops objects that the host has not destroyed, and logs them. */
+/* Stops objects that the program has not destroyed, and logs them. */
 static void ampi_close_objects(amp_context *amp) {
     ampi_object *o;
     for (;;) {
@@ -13538,7 +13554,7 @@ static void ampi_close_device(amp_context *amp) {
 
 AMP_API AMPI_COLD void amp_close(amp_context *amp) {
     const amp_system *system;
-    /* in a child of fork(): locks may be held, the device is the parent's */
+    /* in a child of fork(), locks may be held, and the device belongs to the parent */
     if (amp == NULL || amp->process != getpid()) return;
     if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
@@ -13586,7 +13602,7 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
     return AMP_OK;
 }
 
-/* Levels O2 and O3 store weights in the dtype chosen at opening. */
+/* Checks that a new dtype stores weights alike.  Levels O2 and O3 store them in the dtype chosen at opening. */
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || ampi_stored(dtype) == ampi_stored(amp->choice.dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
@@ -13594,7 +13610,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
                      amp_dtype_name(ampi_stored(amp->choice.dtype)));
 }
 
-/* changed 0: only the reason differs. */
+/* Switches the dtype.  changed is 0 if only the reason differs. */
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dtype regions, int changed) {
     if (changed) ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
@@ -13604,7 +13620,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 
-/* An amp_adapt's layers begin in the context's dtype. */
+/* Refuses another dtype while an amp_adapt exists, because its layers begin in the context's dtype. */
 static amp_result ampi_check_observed(const amp_context *amp, const char *function, int disable, amp_dtype dtype) {
     if (amp->observer == NULL || (!disable && dtype == amp->desc.autocast_dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
@@ -13646,7 +13662,7 @@ static int64_t ampi_block_slot(const ampi_block *blocks, int64_t capacity, const
     return i;
 }
 
-/* ampi_lock_and_grow for one more block: the table stays at most half full. */
+/* Does the same as ampi_lock_and_grow, for one more block.  The table stays at most half full. */
 static amp_result ampi_lock_with_block(amp_context *amp) {
     for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_capacity; ampi_lock(amp)) {
         int64_t old = amp->block_capacity, bigger = old ? 2 * old : 64, i;
@@ -13670,7 +13686,8 @@ static amp_result ampi_lock_with_block(amp_context *amp) {
     return AMP_OK;
 }
 
-/* Removes a block, closing the gap in its probe chain; returns its bytes, 0: not found.  Called with the lock held. */
+/* Removes a block, and closes the gap in its probe chain.  Returns the block's bytes, or 0 if it was not found.  Called
+   with the lock held. */
 static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     int64_t mask = amp->block_capacity - 1, hole, i;
     ampi_block block;
@@ -13748,7 +13765,7 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t byte
                           amp->desc.stream));
 }
 
-/* Reports finite numbers too large for an operand of a product: cut, or now infinite. */
+/* Reports finite numbers that are too large for an operand of a product.  They were cut, or are now infinite. */
 static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_t count, int cut) {
     int loud = cut || note->input == 1, id = loud ? 1011 : 1012;
     ampi_lock(amp);
@@ -13766,7 +13783,7 @@ static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_
                  : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
 }
 
-/* Waits for the device and reads the cells. */
+/* Waits for the device, and reads the cells. */
 static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
     int64_t more;
     AMPI_TRY((amp->backend->copy)(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
@@ -13805,7 +13822,7 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
                : ampi_as("amp_event_wait", (amp->backend->event_wait)(amp->dev, event, amp->desc.stream));
 }
 
-/* What the context itself counts. */
+/* The numbers that the context itself counts. */
 static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
@@ -13859,7 +13876,8 @@ static int ampi_is_known(const amp_context *amp, const amp_param *p) {
     return p->id != 0 && p->context == amp->serial && p->place == p;
 }
 
-/* NULL, unregistered parameters and this context's are allowed; once their weights are there. */
+/* Checks a parameter, and waits until its weight is gathered.  NULL, unregistered parameters and this context's
+   parameters are allowed. */
 static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
     if (p == NULL) return AMP_OK;
     if (p->id == 0 || ampi_is_known(amp, p)) return ampi_weights_whole(amp, function, p);
@@ -13920,8 +13938,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     return AMP_OK;
 }
 
-/* Drops a range of parameters: all, or only those registered elsewhere since, or with reused memory.  Called with the
-   lock held; AMPI_PARAMS_FORGOTTEN follows. */
+/* Drops a range of parameters: all of them, or only those that were registered elsewhere since or whose memory was
+   reused.  Called with the lock held.  AMPI_PARAMS_FORGOTTEN follows. */
 static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
     int64_t i, kept = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -13947,7 +13965,7 @@ AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *par
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
     for (i = 0; i < n && result == AMP_OK; i++) {
         amp_param *p = &params[i];
-        if (p->id != 0) p->master = NULL;       /* another context's */
+        if (p->id != 0) p->master = NULL;       /* the master belongs to another context */
         p->id = ampi_serial();
         p->context = amp->serial;
         p->place = p;
@@ -13966,14 +13984,15 @@ AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *par
 
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     if (amp == NULL || params == NULL) return;
-    ampi_weights_whole(amp, "amp_param_forget", NULL);      /* you may free them now */
+    ampi_weights_whole(amp, "amp_param_forget", NULL);      /* your program may free them after this call */
     ampi_lock(amp);
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
 }
 
-/* Parameters that `from` steps, or all of `params` with from NULL, are stepped by `to`; NULL: by nobody. */
+/* Sets the optimizer that steps parameters to `to`, or with NULL to none.  The parameters are those that `from` steps,
+   or with from NULL all of `params`. */
 static void ampi_params_stepper(amp_context *amp, const amp_param *params, int64_t n, const void *from,
                                 const void *to) {
     ampi_fp8_table *t;
@@ -24334,8 +24353,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
-    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* if memory is short, the capture continues, and can be ended
-                                                       again */
+    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* after a failure the capture continues and can be ended */
     graph->random = ampi_capture_end(amp);
     result = (backend->graph_end)(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
