@@ -8252,12 +8252,12 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
 
 /* ==== 6 >>workers: implementation, what the CPU kernels share: threads, scratch memory, pieces of rows ==== */
 
-/* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
-   the keys.  In a tile of scores the queries are the lanes: (key, query) is at tile[key * AMPI_STRIP + query]. */
+/* ---- Attention on the CPU works on strips of queries times tiles of keys.  AMPI_STRIPS strips share one pass over the
+   keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
-/* c = scale a b, or with add: c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k * ldb + x],
-   c(r, x) is c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k *
+   ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8268,8 +8268,8 @@ typedef struct ampi_product {
     const float *rescale;           /* [cols]; NULL: 1 */
 } ampi_product;
 
-/* Which rows (keys) of a tile each lane (query) sees: row r if r < first or low <= r < high, if the documents are
-   equal, and if allowed. */
+/* The rows (keys) of a tile that each lane (query) sees.  It sees row r if r < first or low <= r < high, if the
+   documents are equal, and if the row is allowed. */
 typedef struct ampi_tile_mask {
     int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
     const int32_t *documents;       /* [rows]; NULL: all equal */
@@ -8278,9 +8278,9 @@ typedef struct ampi_tile_mask {
 
 typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
-    /* The same, but a weight of exactly 0 contributes 0 even to an infinite or NaN factor. */
+    /* Does the same, but a weight of exactly 0 contributes 0 even if the factor is infinite or NaN. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* the GEMM's */
+    /* The same function as in ampi_gemm_vec. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
     /* Turns scores into exp(score - running maximum), rounded to compute; max, sum and rescale are per lane. */
@@ -8294,9 +8294,9 @@ typedef struct ampi_attention_vec {
     void (*softmax_backward)(const float *y, const float *dy, float scale, float *dx, int64_t n);
 } ampi_attention_vec;
 
-/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
-   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs of
-   bf16 with vdpbf16ps or AMX.  The loops around the tables know only their sizes. */
+/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words.  A word is one fp32 value, or two bf16
+   values with consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA,
+   or pairs of bf16 with vdpbf16ps or AMX.  The loops around the tables use only the sizes in them. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
@@ -8304,7 +8304,7 @@ enum {
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
-/* X(0) X(1) ..., one for each row of a tile */
+/* X(0) X(1) and so on, one for each row of a tile */
 #define AMPI_ROWS_1(X)  X(0)
 #define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
 #define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
@@ -8320,18 +8320,19 @@ enum {
 #define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
-/* A tile with a fixed number of rows and vectors; the last vector has `tail` lanes. */
+/* Multiplies a tile with a fixed number of rows and vectors.  The last vector has `tail` lanes. */
 typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
-/* A fixed number of rows of a times four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+/* Multiplies a fixed number of rows of a by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL: 0.  A table with .edges
-   touches `cols` columns of b, add and c and takes any step; others touch all columns of a tile, with step 1. */
+/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  add NULL: 0.  A
+   table with .edges accesses only `cols` columns of b, add and c, and takes any step.  Other tables access all columns
+   of a tile, and need step 1. */
 typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
                                const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
-/* How a finished tile x is written out: pre = alpha x + bias; c = act(pre) + beta c. */
+/* The outputs of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
     float alpha, beta;
     const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
@@ -8347,28 +8348,29 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
-    int32_t spare;                      /* rows of packed A that a tile may read beyond its own, and ignores */
+    int32_t spare;                      /* rows of packed A after a tile's that it may read, and ignores */
     int32_t edges;                      /* see ampi_gemm_tile */
-    int32_t dot_rows;                   /* most rows that `dots` takes */
+    int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
-    void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
-    /* Packs n contiguous values, rounded to `compute`, into words; pads a last half word with 0. */
+    void (*begin)(void), (*end)(void);  /* called around a thread's multiplications; NULL: nothing to do */
+    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the rest is
+       0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
-    /* The same for m rows, `ld` values apart, into rows `pitch` words apart. */
+    /* Does the same for m rows that are `ld` values apart.  The packed rows are `pitch` words apart. */
     void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                     int64_t n, int64_t m);
     /* Packs rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, padded with 0 at
-       the right: panel q is at dst + q * stride; in it, word w of column j is at w * cols + j. */
+       the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
     /* dst[c * ldd + r] = src[r * lds + c], words */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes a tile to the outputs from row `row` on; changes x.  ld is a whole number of vectors. */
+    /* Writes a tile to the outputs from row `row` on, and changes x.  ld is a whole number of vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p], for `rows` rows and cols <= 4 columns, or
-       for one row and a multiple of 4 columns. */
+    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and cols <= 4
+       columns, or one row and a multiple of 4 columns. */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                  float *sums);
     /* c = a b, or c + a b with `add`, for a column a[i * step] and a row b */
@@ -8377,33 +8379,34 @@ typedef struct ampi_gemm_vec {
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is widened to fp32 */
 } ampi_gemm_vec;
 
-/* Blocks of k, equal but for the last.  They depend on k alone, so that packed and unpacked B agree. */
+/* Blocks of k, equal except for the last.  They depend on k alone, so that packed and unpacked B agree. */
 typedef struct ampi_gemm_blocks {
     int64_t words, count, size;         /* words of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16; x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p * ld
-   + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed: the same over
-   words [from, end) of n packed columns from col on, in whole vectors; ld: the width of all panels. */
+/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p *
+   ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed does the same
+   over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
                         int64_t col, int64_t from, int64_t end, int64_t n);
-    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words, 0 beyond n. */
+    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words.  Columns beyond n are 0. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    /* ampi_gemm_vec's, with b in words of one value each. */
+    /* Does the same as in ampi_gemm_vec, with b in words of one value each. */
     void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
                   float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
-/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; an element's bits do not depend on its place,
-   nor a sum's on its alignment. */
-/* A step of an optimizer; m and v are NULL where a row has none, step is what its ampi_..._row returned. */
+/* ---- Vector kernels of the multi-tensor calls.  They take any n and any alignment.  An element's bits do not depend
+   on its place, and a sum's bits do not depend on its alignment. */
+/* A step of an optimizer.  m and v are NULL if a row has none.  step is the result of the optimizer's ampi_..._row. */
 typedef void (*ampi_update_vec)(float *w, const float *g, float *m, float *v, int64_t n, const void *step);
 
 typedef struct ampi_multi_vec {
-    /* The sum of squares in fp64; *bad = 1 if an element is infinite or NaN; g *= *factor unless NULL. */
+    /* Returns the sum of squares in fp64.  *bad = 1 if an element is infinite or NaN.  g *= *factor, unless factor is
+       NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
     ampi_update_vec adamw, sgd, lion;
@@ -8411,9 +8414,10 @@ typedef struct ampi_multi_vec {
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within so many elements, fp64 beyond */
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, fp64 beyond */
 
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be any input's buffer. */
+/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be the buffer of any
+   input. */
 typedef struct ampi_pointwise_vec {
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
@@ -8443,7 +8447,7 @@ typedef struct ampi_pointwise_vec {
     /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
-    /* turns the first `rotary` elements of each head by a row of ampi_rope_row */
+    /* rotates the first `rotary` elements of each head by a row of ampi_rope_row */
     void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
                  int adjacent);
     /* most[i] = the larger of it and the magnitude bits of x[i] */
@@ -8465,7 +8469,7 @@ static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
     for (code = 0; code < AMPI_MOMENT_CODES; code++) ampi_moment_map_set(map, code, is_signed);
     ampi_fp_end(host);
 }
-/* The moments of one block.  A number that is infinite or NaN makes all of its block NaN. */
+/* Unpacks and packs the moments of one block.  An infinite or NaN number makes its whole block NaN. */
 static void ampi_moment_unpack(const ampi_moment_map *map, const uint8_t *codes, float scale, float *x, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) x[i] = map->value[codes[i]] * scale;
@@ -8495,19 +8499,20 @@ typedef struct ampi_cpu {
     pthread_mutex_t lock;           /* guards the pool */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
     int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
-    int64_t credit, alone_until;    /* atomic: see ampi_loop_account */
+    int64_t credit, alone_until;    /* atomic; ampi_loop_account describes them */
     ampi_moment_map moments[2];  /* of v, of m; made for the first 8-bit moments, under the lock */
     int has_moments;
 } ampi_cpu;
 
-/* Does items [begin, end) of a parallel loop; thread < the loop's `threads`. */
+/* Does items [begin, end) of a parallel loop.  thread < the loop's `threads`. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
-enum { AMPI_SHARES = 32,            /* a loop's pieces are dealt out in at most so many shares ... */
-       AMPI_STEPS = 4 };            /* ... each taken in so many steps */
+enum { AMPI_SHARES = 32,            /* the most shares that a loop's pieces are divided into */
+       AMPI_STEPS = 4 };            /* the steps in which a share is taken */
 
-/* A loop that threads share.  Each thread first takes pieces of its own share, which keeps its caches warm from loop to
-   loop, then of the others': a thread that lost its core delays one step, not a whole share. */
+/* A loop that threads share.  Each thread first takes pieces from its share, which keeps its caches warm from loop to
+   loop.  Then it takes pieces from the other shares.  So a thread that lost its core delays one step, and not a whole
+   share. */
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
@@ -8543,11 +8548,11 @@ static void ampi_loop_run(void *arg, int32_t number) {
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
-/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work, or lose its core in
-   the middle of a piece and keep the caller waiting.  An account sums the time that loops gained or lost by their
-   threads, compared with the caller alone; when it is overdrawn, the caller works alone for AMPI_REST times the debt.
-   The caller alone is taken to run at the pace of the fastest thread with a fair number of pieces: the others may have
-   lost their cores. */
+/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work.  It may also lose
+   its core in the middle of a piece, and delay the caller.  An account sums the time that loops gained or lost by their
+   threads, compared with the caller alone.  When it is overdrawn, the caller works alone for AMPI_REST times the debt.
+   The pace of the caller alone is estimated by that of the fastest thread with a fair number of pieces, because the
+   others may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
@@ -8607,14 +8612,14 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     }
     (cpu->host.parallel)(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
-    ampi_loop_run(&loop, -1);       /* does what a host's pool left undone */
+    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has left undone */
     host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
     ampi_fp_end(host);
 }
 
-/* A block of the pool: the smallest free one that fits, else a new one in place of the smallest free one, which counts
-   as busy meanwhile.  NULL: all are busy, or no memory. */
+/* Takes a block of the pool.  It is the smallest free block that fits.  If none fits, a new block replaces the smallest
+   free one, which counts as busy meanwhile.  NULL: all are busy, or there is no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
@@ -8675,14 +8680,15 @@ static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
 
-/* Kernels work on fp32 rows: a 16-bit row is first widened into `scratch`; a result row is computed in place, or in
+/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  A result row is computed in place, or in
    `scratch` and then rounded once. */
 static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row that is read soon into the cache: processors do not foresee rows that lie apart. */
+/* Fetches the first 4 KiB of a row into the cache, if the row is read soon.  Processors do not foresee reads of rows
+   that are apart. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8716,7 +8722,7 @@ static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
     __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
     return scale;
 }
-/* Records in the host's memory: other threads may look at them at any time. */
+/* Copies records in CPU memory, atomically, since other threads may read them at any time. */
 static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
     float scale = ampi_fp8_scale_of(from);
     ampi_fp8_count_copy(&from->now, &to->now);
@@ -12495,7 +12501,8 @@ struct ampi_gradient_watch {
 };
 
 /* Every object that is created from a context begins with this.  Closing the context stops live objects, newest first.
-   From then on their calls are errors, and destroying them frees the rest.  An object stays while others refer to it. */
+   From then on their calls are errors, and destroying them frees the rest.  An object stays while others refer to
+   it. */
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
@@ -14374,13 +14381,14 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) {
 
 /* ==== 8 >>autocast: implementation ==== */
 
-/* ---- Emptying the cast cache (see below) */
+/* ---- Emptying the cast cache, which is described below */
 
-/* Which copies to free, never one in use.  DROPPED: only dropped ones.  IDLE: all, but those handed to the host only if
-   no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit under the limit.  ALL. */
+/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all, but those that the
+   program has got only if no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit
+   under the limit.  ALL: all of them. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
-/* Frees one of them; 0: there is none.  While graphs live all stay, as they may use them. */
+/* Frees one of these copies.  0: there is none.  While graphs live, all copies stay, because graphs may use them. */
 static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more) {
     int64_t oldest = -1, i;
     void *data = NULL;
@@ -14413,7 +14421,7 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 /* ---- Overrides of layers */
 
-/* A name that rules may match, with the lock held. */
+/* Marks the rules that a name matches as met, and notes names that are near.  Called with the lock held. */
 static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter) {
     int64_t i;
     for (i = 0; i < amp->n_layers; i++) {
@@ -14433,8 +14441,8 @@ static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parame
     }
 }
 
-/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
-   when the context closes. */
+/* Warns once about each rule that matched nothing.  That is done when no region is open, if the parameters are known
+   and layers have run.  It is also done when the context closes. */
 static void ampi_hook_layers_tell(amp_context *amp, int closing) {
     ampi_layer_rule found;
     int64_t i;
@@ -14458,7 +14466,7 @@ static void ampi_hook_layers_tell(amp_context *amp, int closing) {
 
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
-    int64_t i, kept = 0;                /* others read n_layers without the lock */
+    int64_t i, kept = 0;                /* other threads read n_layers without the lock */
     int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, must have at most 127", strlen(pattern));
@@ -14485,7 +14493,7 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
     return AMP_OK;
 }
 
-/* Room for n more rules, so that setting them cannot fail for memory. */
+/* Makes room for n more rules, so that setting them cannot fail for lack of memory. */
 static amp_result ampi_layers_reserve(amp_context *amp, const char *function, int64_t n) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, n, &amp->layer_capacity,
                                 sizeof *amp->layers));
@@ -14493,14 +14501,15 @@ static amp_result ampi_layers_reserve(amp_context *amp, const char *function, in
     return AMP_OK;
 }
 
-/* 1: a file of settings can have this name: none of these characters is in it, and none that is not printed. */
+/* 1: a file of settings can have this name.  The name then has none of these characters, and only characters that are
+   printed. */
 static int ampi_layers_may_name(const char *name, const char *none) {
     const char *c;
     for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
     return name[0] != 0;
 }
 
-/* The next of "pattern dtype, pattern dtype".  1: found; 0: the end; -1: something else. */
+/* Parses the next pair of "pattern dtype, pattern dtype".  1: found; 0: the text ends; -1: there is something else. */
 static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
     char dtype[32];
     size_t n, m;
@@ -14518,7 +14527,7 @@ static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
     if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype)) return -1;
     return **text == 0 || **text == ',' ? 1 : -1;
 }
-/* How many there are; -1: it is no such text. */
+/* The number of pairs.  -1: the text is not a list of pairs. */
 static int64_t ampi_layers_count(const char *text) {
     ampi_layer_rule rule;
     int64_t n = 0;
@@ -14527,7 +14536,7 @@ static int64_t ampi_layers_count(const char *text) {
     return found < 0 ? -1 : n;
 }
 
-/* Whether they can be set; text may be NULL. */
+/* Checks whether the rules of a text can be set, and makes room for them.  text may be NULL. */
 static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
     int64_t n = text == NULL ? 0 : ampi_layers_count(text);
     ampi_layer_rule rule;
@@ -14540,7 +14549,7 @@ static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, c
         AMPI_TRY(ampi_as(function, ampi_choose_here(amp, rule.dtype, fallback, &choice)));
     return ampi_layers_reserve(amp, function, n);
 }
-/* ... after which this does not fail. */
+/* Sets the rules of a text.  This does not fail after ampi_hook_layers_may. */
 static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text) {
     ampi_layer_rule rule;
     while (text != NULL && ampi_layers_next(&text, &rule) > 0)
@@ -17945,9 +17954,9 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 /* ==== 10 >>models: implementation ==== */
 
-/* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle.
-   grow: takes in parameters that have got a gradient. */
+/* The calls by which an optimizer keeps parameters.  set: sets the weight from fp32 values, with everything that is
+   kept for it.  remainder: the lower 16 bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero:
+   drops gradients, and begins a cycle.  grow: takes in parameters that have got a gradient. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
@@ -17955,7 +17964,7 @@ typedef struct ampi_keeper {
     amp_result (*grow)(void *owner, const char *function);
 } ampi_keeper;
 
-/* A weight as fp32 on the host: its master if it has one; rest: its remainder, or NULL. */
+/* Reads a weight as fp32 into CPU memory, from its master if it has one.  rest: its remainder, or NULL. */
 static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_param *p, const void *rest,
                                   float *values) {
     amp_dtype dtype = p->master != NULL ? AMP_F32 : p->weight.dtype;
@@ -17979,13 +17988,13 @@ static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_par
 
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
-/* What the library keeps of a parameter besides amp_param. */
+/* The data that the library keeps for a parameter besides amp_param. */
 typedef struct ampi_model_row {
     char name[AMPI_MODEL_NAME];
     amp_init init; double value;
-    void *grad;                     /* param.grad.data, unless that is frozen */
+    void *grad;                     /* param.grad.data; it is kept here while frozen */
     void *owner; const ampi_keeper *keeper;         /* NULL: no optimizer has it */
-    int32_t rounded;                /* 1: loaded, from fp32 values that only a master could have held */
+    int32_t rounded;                /* 1: loaded from fp32 values that only a master could have held */
     int32_t thaws;                  /* 1: while it is being unfrozen */
 } ampi_model_row;
 
@@ -17999,7 +18008,7 @@ struct amp_model {
     char text[sizeof ampi_error_text];
 };
 
-/* A product that compilers neither fuse with a sum nor reorder: the same bits under every flag. */
+/* A product that compilers neither fuse with a sum nor reorder, so that the bits are the same under every flag. */
 static double ampi_times(double a, double b) { return ampi_f64_of_bits(ampi_bits_f64(a * b)); }
 
 /* The natural logarithm of a positive normal number, to about 1e-15: x = 2^e m, s = (m - 1) / (m + 1),
@@ -18034,7 +18043,7 @@ static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, dou
     }
 }
 
-/* The distribution's width: a deviation, a bound or a constant. */
+/* The width of a distribution.  It is a deviation, a bound or a constant. */
 static double ampi_init_width(const amp_tensor *w, amp_init init, double value) {
     double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain;
     if (init == AMP_INIT_CONSTANT) return ampi_or(value, 0);
@@ -18056,7 +18065,8 @@ static int ampi_init_is_normal(amp_init init) {
            init == AMP_INIT_KAIMING_NORMAL;
 }
 
-/* The weight that parameter i starts with.  A truncated number that falls outside is drawn again, in another stream. */
+/* Computes the values that parameter i starts with.  A truncated number that falls outside is drawn again, in another
+   stream. */
 static void ampi_init_values(const amp_model *m, int64_t i, float *out, int64_t n) {
     const ampi_model_row *row = &m->rows[i];
     double width, pair[2], constant = 0;
@@ -18084,7 +18094,7 @@ static void ampi_init_values(const amp_model *m, int64_t i, float *out, int64_t 
     ampi_fp_end(host);
 }
 
-/* Writes fp32 values from the host into a weight. */
+/* Writes fp32 values from CPU memory into a weight. */
 static amp_result ampi_param_write(amp_context *amp, const char *f, amp_param *p, const float *values) {
     const amp_tensor *w = &p->weight;
     int64_t n = amp_tensor_count(w), bytes = n * (int64_t)amp_dtype_size(w->dtype);
@@ -18208,7 +18218,7 @@ AMP_API AMPI_COLD amp_param *amp_model_param(amp_model *model, const char *name,
     return NULL;
 }
 
-/* A failure that stuck, again: its text, with the name of the call that failed, under this call's. */
+/* Returns an earlier failure again.  Its text, with the name of the call that failed, follows the name of this call. */
 static amp_result ampi_fail_again(const char *function, amp_result result, const char *text) {
     const char *detail = strchr(text, ' ');
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %.440s", (int)result, function,
@@ -18246,8 +18256,8 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
     return bytes;
 }
 
-/* Gives the frozen parameters that match their gradients back.  Their optimizers make states for them, or all stay
-   frozen. */
+/* Unfreezes the parameters that match, by giving their gradients back.  Their optimizers make states for them.  If that
+   fails, all stay frozen. */
 static amp_result ampi_model_thaw(amp_model *m, const char *pattern) {
     const void *before = NULL;
     amp_result result = AMP_OK;
@@ -18286,7 +18296,7 @@ AMP_API AMPI_COLD amp_result amp_model_freeze(amp_model *model, const char *patt
     return ampi_fail_unmatched("amp_model_freeze", "pattern", pattern, &nearest);
 }
 
-/* Parameter i of a model: set from its initial values, so that a 16-bit weight gets a master with all the bits. */
+/* Sets parameter i of a model from its initial values, so that a 16-bit weight gets a master with all the bits. */
 static amp_result ampi_model_start(amp_model *m, int64_t i) {
     const amp_system *system = &m->object.amp->system;
     int64_t count = amp_tensor_count(&m->params[i].weight);
@@ -18299,7 +18309,8 @@ static amp_result ampi_model_start(amp_model *m, int64_t i) {
     return result;
 }
 
-/* Refuses parameters of models that another optimizer has: both would keep masters and step the weight. */
+/* Refuses parameters of models that belong to another optimizer, because both would keep masters and step the
+   weight. */
 static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
     ampi_object *o;
     int64_t i;
@@ -18312,7 +18323,8 @@ static amp_result ampi_models_check(amp_context *amp, const amp_param *params, i
     }
     return AMP_OK;
 }
-/* Tells the models of these parameters who sets their weights.  Those that are still what they started as are set. */
+/* Gives the models of these parameters the optimizer that sets their weights.  Weights that still have their initial
+   values are set. */
 static amp_result ampi_models_own(amp_context *amp, const amp_param *params, int64_t n, void *owner,
                                   const ampi_keeper *keeper) {
     ampi_object *o;
@@ -18357,7 +18369,7 @@ static const amp_model *ampi_model_of(const amp_context *amp, const amp_param *p
 }
 #endif
 
-/* Names and shapes, a line each: a file of another model has another text. */
+/* Names and shapes, one line for each parameter.  A file of another model has another text. */
 static amp_result ampi_model_names(const amp_model *m, const char *f, char **text, int64_t *bytes) {
     ampi_sheet s = ampi_sheet_of(NULL, 0);
     void *memory = NULL;
@@ -18383,7 +18395,7 @@ static int64_t ampi_model_largest(const amp_model *m) {
     return largest;
 }
 
-/* Records <prefix>.model_names and <prefix>.weight.I, in fp32. */
+/* Saves the records <prefix>.model_names and <prefix>.weight.I.  Weights are in fp32. */
 AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
     const char *f = "amp_model_save";
     char key[AMPI_STATE_KEY], *text = NULL;
@@ -18414,7 +18426,7 @@ AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *s
     return ampi_state_take(state, own, r, f);
 }
 
-/* Checks that the state is of this model: text is what it should hold. */
+/* Checks that the state is of this model.  text is the content that it must have. */
 static amp_result ampi_model_matches(const amp_model *m, const amp_state *state, const char *f, const char *prefix,
                                      const char *text, int64_t bytes) {
     char key[AMPI_STATE_KEY], *saved;
