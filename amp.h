@@ -14561,17 +14561,17 @@ static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, c
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
-   region's. */
+/* An open region.  recompute is not 0 if it was opened by amp_recompute_begin, or by a tape that repeats earlier
+   decisions.  Then desc is that of the enclosing region. */
 enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* What gradients are multiplied by after this thread's last loss: the context's serial and ampi_rescaled then, and the
-   scale's id.  open: no operator has added to a gradient since. */
+/* The factor of gradients after this thread's last loss: the serial of the context, ampi_rescaled at that time, and the
+   id of the scale.  open: no operator has added to a gradient since. */
 typedef struct ampi_seed { uint64_t context, rescaled, scale; int open; } ampi_seed;
 
-/* This thread's stack of regions, ampi_thread.regions high, amp_gemm's last plan with its `decisions` (0: none), and
-   the last loss. */
+/* This thread's stack of regions, which is ampi_thread.regions high, and its last loss.  Also the last plan of amp_gemm
+   with its `decisions` (0: there is none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     uint64_t decided;
@@ -14579,8 +14579,8 @@ static AMPI_THREAD_LOCAL struct {
     ampi_seed seed;
 } ampi_regions;
 
-/* A loss starts its gradient from the number at this address.  After two losses under different scales it is not known
-   whose backward comes first. */
+/* Notes that a loss starts its gradient from the number at this address.  After two losses under different scales the
+   scale is not known, because either backward may come first. */
 static void ampi_seed_set(amp_context *amp, const float *at) {
     ampi_seed *s = &ampi_regions.seed, now;
     now.context = amp->serial;
@@ -14590,19 +14590,19 @@ static void ampi_seed_set(amp_context *amp, const float *at) {
     if (s->open && s->context == now.context && s->rescaled == now.rescaled && s->scale != now.scale) now.scale = 0;
     *s = now;
 }
-/* The id of the scale that this thread's backward runs under, for gradients that it adds to now; 0: not known. */
+/* The id of the scale that this thread's backward runs under, for gradients that it adds to now.  0: not known. */
 static uint64_t ampi_seed_scale(const amp_context *amp) {
     ampi_seed *s = &ampi_regions.seed;
     s->open = 0;
     return s->context == amp->serial && s->rescaled == ampi_rescaled(amp) ? s->scale : 0;
 }
-/* Before a backward whose losses are all its own. */
+/* Called before a backward whose losses all run within it, so that losses before it do not matter. */
 static void ampi_seed_forget(void) { ampi_regions.seed.open = 0; }
-/* A forward begins, or a step ends: the loss before says nothing of the next backward, which may start from numbers of
-   the program's own. */
+/* Called when a forward begins or a step ends.  The loss before then has no meaning for the next backward, which may
+   start from numbers of the program. */
 static void ampi_seed_drop(void) { ampi_regions.seed.context = 0; }
 
-/* This context's innermost entry and its settings; NULL: none. */
+/* This context's innermost region, and its settings.  NULL: there is none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_thread.regions;
     while (--i >= 0)
@@ -14614,7 +14614,7 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
     return top ? &top->desc : NULL;
 }
 
-/* Whether the recorded plans are followed, and how; 0: they are not. */
+/* Whether the recorded plans are followed, and how.  0: they are not. */
 static int ampi_follows(const amp_context *amp) {
     int i = ampi_thread.regions;
     while (--i >= 0)
@@ -14623,7 +14623,7 @@ static int ampi_follows(const amp_context *amp) {
 }
 static int ampi_is_recomputing(const amp_context *amp) { return ampi_follows(amp) == AMPI_RECOMPUTES; }
 
-/* Ends entry i of this thread. */
+/* Ends region i of this thread. */
 static void ampi_region_remove(int i) {
     amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
     ampi_thread.regions--;
@@ -14637,7 +14637,7 @@ static void ampi_region_remove(int i) {
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_thread.regions - 1); }
 
-/* Ends this thread's regions of one context, or (NULL) of closed ones; returns how many. */
+/* Ends this thread's regions of one context, or with NULL those of closed contexts.  Returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
     for (i = ampi_thread.regions - 1; i >= 0; i--)
@@ -14648,12 +14648,12 @@ static int ampi_regions_end(const amp_context *amp) {
     return n;
 }
 
-/* Ends those of callbacks that an exception left ... */
+/* Ends the regions of callbacks that an exception left. */
 static void ampi_regions_left(void) {
     while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
     ampi_thread.left = 0;
 }
-/* ... and those of closed contexts. */
+/* Ends these, and the regions of closed contexts. */
 static void ampi_regions_tidy(void) {
     ampi_regions_left();
     (void)ampi_regions_end(NULL);
@@ -14683,7 +14683,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
     }
 }
 
-/* Ends a thread's regions with it. */
+/* Ends a thread's regions when the thread ends. */
 static void ampi_thread_left(void *value) {
     (void)value;
     while (ampi_thread.regions > 0) ampi_region_drop();
@@ -14723,7 +14723,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     return AMP_OK;
 }
 
-/* Whether entry i of this thread may be closed: by a callback only what it opened. */
+/* Checks whether region i of this thread may be closed.  A callback may close only regions that it opened. */
 static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || i >= c->regions) return AMP_OK;
@@ -14732,7 +14732,7 @@ static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here
                      c->what);
 }
 
-/* amp is only compared: it may have been closed. */
+/* Closes the innermost region.  amp is only compared, because it may have been closed. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     ampi_regions_tidy();
@@ -14751,7 +14751,7 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     return AMP_OK;
 }
 
-/* A disabled region with the context's settings. */
+/* The settings of a disabled region, which are otherwise the context's. */
 static amp_autocast_desc ampi_outside(const amp_context *amp) {
     amp_autocast_desc d;
     memset(&d, 0, sizeof d);
@@ -14792,8 +14792,8 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 }
 
 #if !defined(AMP_NO_CARE)
-/* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
-   pass to ampi_regions_close. */
+/* Called before a callback of the program, so that regions opened in it inherit nothing from the enclosing ones.
+   Returns the depth to pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_thread.regions;
     amp_autocast_desc outside = ampi_outside(amp);
@@ -14833,7 +14833,8 @@ AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *o
 
 /* ---- Policies */
 
-/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists). */
+/* The built-in operators, in the order of amp_operator.  Each has a name, and the policies FUSED and TORCH (PyTorch's
+   CUDA lists). */
 static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_builtins[AMPI_BUILTIN_OPS] = {
     {"none", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"linear", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
@@ -14851,7 +14852,7 @@ static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_b
     {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"rope", {AMP_CAST_FP32_STORE, AMP_CAST_FALLTHROUGH}},
-    {"linear_cross_entropy", {AMP_CAST_LOWER, AMP_CAST_LOWER}},     /* its product; the loss is fp32 */
+    {"linear_cross_entropy", {AMP_CAST_LOWER, AMP_CAST_LOWER}},     /* for its product; the loss is fp32 */
 };
 
 enum { AMPI_BUILTINS_FIT = 1 / ((int)AMPI_BUILTIN_OPS <= (int)AMPI_MOST_OPS) };
@@ -14874,7 +14875,8 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
-/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none.  Called with the lock held. */
+/* The dtype of the last override whose pattern matches.  AMP_DTYPE_DEFAULT: none matches.  Called with the lock
+   held. */
 static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
@@ -14887,7 +14889,7 @@ static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
         if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
     return AMP_DTYPE_DEFAULT;
 }
-/* The same, without the lock. */
+/* Does the same, but is called without the lock. */
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     amp_dtype dtype;
     if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return AMP_DTYPE_DEFAULT;
@@ -14897,13 +14899,13 @@ static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     return dtype;
 }
 
-/* The smallest dtype that holds both in range and precision. */
+/* The smallest dtype that includes both in range and precision. */
 static amp_dtype ampi_wider(amp_dtype a, amp_dtype b) {
     if (a == AMP_DTYPE_DEFAULT || a == b) return b;
     return b == AMP_DTYPE_DEFAULT ? a : AMP_F32;
 }
 
-/* The widest of the inputs that a region may cast; AMP_DTYPE_DEFAULT: none. */
+/* The widest of the inputs that a region may cast.  AMP_DTYPE_DEFAULT: there is none. */
 static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     amp_dtype widest = AMP_DTYPE_DEFAULT;
     int32_t i;
@@ -14912,7 +14914,7 @@ static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     return widest;
 }
 
-/* What the inputs promote to without a region: here fp64 counts. */
+/* The dtype that the inputs promote to without a region.  Here fp64 counts too. */
 static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype widest) {
     int32_t i;
     for (i = 0; i < n; i++)
@@ -14920,12 +14922,12 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
     return widest == AMP_DTYPE_DEFAULT ? AMP_F32 : widest;
 }
 
-/* Matrix products use a region's dtype, and TF32. */
+/* 1: the operator is a matrix product.  Only these use a fallback dtype and TF32. */
 static int ampi_is_product(int32_t op) {
     return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
 }
 
-/* Applies a policy to the widest input; dtype is the region's or the layer's. */
+/* Applies a policy to the widest input.  dtype is the region's or the layer's. */
 static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
     switch (policy) {
         case AMP_CAST_LOWER: out->compute = dtype; out->result = ampi_stored(dtype); break;
@@ -14939,7 +14941,7 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
     }
 }
 
-/* The decision in an enabled region. */
+/* Decides about an operator in an enabled region. */
 static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
                                  amp_dtype widest, amp_plan *out) {
     amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
@@ -14961,7 +14963,8 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
     return AMP_OK;
 }
 
-/* Takes no lock: operators and overrides are set up before threads use the context. */
+/* Decides about an operator.  It takes no lock, because operators and overrides are set up before threads use the
+   context. */
 static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
                               amp_plan *out) {
     const ampi_region *top;
@@ -14996,7 +14999,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
     if (op == AMP_OP_LINEAR_CROSS_ENTROPY) out->result = AMP_F32;
     out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32 &&
-                    out->compute != AMP_FP8;      /* saturates anyway */
+                    out->compute != AMP_FP8;      /* it saturates anyway */
     return AMP_OK;
 }
 
@@ -15004,7 +15007,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
 
 typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
 
-/* 1: this text is new and was added; 2: also the last that fits. */
+/* Adds a text to the table of decisions.  1: it is new and was added.  2: it is also the last that fits. */
 static int ampi_told_add(amp_context *amp, const char *text) {
     uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
     void *scratch = NULL;
@@ -15130,8 +15133,9 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     return ampi_layer_set(amp, "amp_layer_override", pattern, dtype);
 }
 
-/* ---- The cast cache: copies of registered weights by (id, dtype, kind), rewritten when the version changes.  A copy
-   is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
+/* ---- The cast cache.  It holds copies of registered weights by (id, dtype, kind), which are rewritten when the
+   version changes.  One thread writes a copy, and others that need it meanwhile wait.  Writing, allocating and freeing
+   run without the lock. */
 
 static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf,
                            amp_k_pack *out) {
@@ -15146,9 +15150,9 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
     out->new_inf = new_inf;
 }
 
-/* ---- FP8: how operands of linear layers are rounded, and what is recorded of them */
+/* ---- FP8: the rounding of operands of linear layers, and the records of it */
 
-/* The weight's table and its place there; NULL: it has none. */
+/* The table of a weight, and the weight's place there.  NULL: it has none. */
 static ampi_fp8_table *ampi_fp8_find(const amp_context *amp, uint64_t id, int *at) {
     ampi_fp8_table *t;
     for (t = amp->fp8; t != NULL; t = t->next)
@@ -15207,7 +15211,7 @@ static void ampi_fp8_settle(amp_context *amp, uint64_t id, ampi_fp8_table **tabl
     (*table)->users[*at] = pthread_self();
     ampi_unlock(amp);
 }
-/* The same, with a place for a weight that had none; use 1: this thread uses its layer. */
+/* Finds the place of a weight, or gives a new place to a weight that has none.  use 1: this thread uses its layer. */
 static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp8_table **table, int *at) {
     amp_result result;
     int is_new;
@@ -15227,8 +15231,8 @@ static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp
     return result;
 }
 
-/* With several ranks: places for all weights that may need one, so that they are the same on every rank, whichever
-   layers each uses, and in whichever order. */
+/* Gives places to all weights that may need one, for contexts with several ranks.  Then the places are the same on
+   every rank, whichever layers each rank uses, and in whichever order. */
 static amp_result ampi_fp8_expect(amp_context *amp, const amp_param *params, int64_t n) {
     ampi_fp8_table *t;
     int64_t i;
@@ -15243,7 +15247,8 @@ static amp_dtype ampi_fp8_format(const amp_context *amp, amp_fp8_tensor tensor) 
     return tensor == AMP_FP8_DY && amp->desc.fp8.format == AMP_FP8_HYBRID ? AMP_E5M2 : AMP_E4M3;
 }
 
-/* How a tensor is rounded without its layer's records; with delayed scaling by its own magnitudes. */
+/* The rounding of a tensor without its layer's records.  With delayed scaling it then uses the tensor's present
+   magnitudes. */
 static amp_k_fp8 ampi_fp8_alone(const amp_context *amp, amp_fp8_tensor tensor) {
     const amp_fp8_recipe *r = &amp->desc.fp8;
     amp_k_fp8 how;
@@ -15255,7 +15260,7 @@ static amp_k_fp8 ampi_fp8_alone(const amp_context *amp, amp_fp8_tensor tensor) {
     return how;
 }
 
-/* How a tensor of a weight's layer is rounded; record: see amp_k_fp8. */
+/* The rounding of a tensor of a weight's layer.  amp_k_fp8 describes record. */
 static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param *w, amp_fp8_tensor tensor, int record,
                                amp_k_fp8 *how) {
     const amp_fp8_recipe *r = &amp->desc.fp8;
@@ -15274,7 +15279,7 @@ static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param 
     return AMP_OK;
 }
 
-/* Which weights of a table end their step with this thread's step of an optimizer. */
+/* The weights of a table that end their step with this thread's step of an optimizer, as bits. */
 static uint64_t ampi_fp8_due(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
     uint64_t due = 0;
     int i;
@@ -15312,7 +15317,7 @@ static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *s
     return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
 }
 
-/* Fetches n slots, which another thread may be adding to. */
+/* Fetches n slots, while another thread may be adding to them. */
 static amp_result ampi_fp8_read(const amp_context *amp, const amp_k_fp8_slot *from, amp_k_fp8_slot *to, int n) {
     if (!amp->backend->host_visible)
         return ampi_fp8_copy(amp, to, from, n * (int64_t)sizeof *to, AMP_COPY_TO_HOST);
@@ -15355,7 +15360,8 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
 #if !defined(AMP_NO_WATCH)
 static const char *const ampi_fp8_roles[] = {"x", "weight", "dy"};
 
-/* What is recorded of the tensors of registered parameter i, .last being their last step; *name NULL: there is none. */
+/* The records of the tensors of registered parameter i.  .last is their last step.  *name NULL: there is no such
+   parameter. */
 static amp_result ampi_fp8_look(const amp_context *amp, int64_t i, const char **name, amp_k_fp8_slot slots[3]) {
     const ampi_fp8_table *t;
     int at, j;
@@ -15373,7 +15379,8 @@ static double ampi_fp8_share(const amp_k_fp8_slot *slot, int64_t part) {
     return (double)part / (double)AMPI_MAX(slot->last.values, (int64_t)1);
 }
 
-/* The largest shares of a tensor's numbers that saturated and underflowed; where: the first of the former. */
+/* The largest shares of a tensor's numbers that saturated and that underflowed.  where: the first tensor with the
+   largest share of saturated numbers. */
 static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, double *saturated, double *underflowed,
                                  char where[80]) {
     amp_k_fp8_slot slots[3];
@@ -15395,8 +15402,9 @@ static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, doubl
 }
 #endif
 
-/* ---- The state of delayed scaling: records fp8 (the recipe and how many weights), fp8_names (a line each), and for
-   each weight three of fp8_updates, fp8_scales and fp8_amax, and 3 x history of fp8_history. */
+/* ---- The state of delayed scaling.  The record fp8 has the recipe and the number of weights, and fp8_names has a line
+   for each weight.  For each weight, fp8_updates, fp8_scales and fp8_amax have three numbers, and fp8_history has 3 x
+   history. */
 
 enum { AMPI_FP8_RECIPE = 6 };
 static void ampi_fp8_recipe_of(const amp_context *amp, int64_t n, int64_t recipe[AMPI_FP8_RECIPE]) {
@@ -15405,7 +15413,7 @@ static void ampi_fp8_recipe_of(const amp_context *amp, int64_t n, int64_t recipe
     recipe[3] = r->history; recipe[4] = r->margin; recipe[5] = n;
 }
 
-/* Host memory for n weights' records. */
+/* CPU memory for the records of n weights. */
 typedef struct ampi_fp8_saved {
     int64_t n, length;              /* length: of a history */
     int64_t *updates; float *scales, *amax, *history;
@@ -15447,7 +15455,8 @@ static AMPI_COLD amp_result ampi_fp8_move(const amp_context *amp, const ampi_fp8
     return ampi_fp8_copy(amp, save ? host : there, save ? there : host, 12, kind);
 }
 
-/* Weights with records, in the order in which they were registered; s NULL: only counts them and their names. */
+/* Collects the weights with records, in the order in which they were registered.  s NULL: only counts them and the
+   bytes of their names. */
 static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int64_t *n, int64_t *names_bytes) {
     int64_t i;
     int at;
@@ -15467,7 +15476,7 @@ static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int
     return AMP_OK;
 }
 
-/* One record, written or read. */
+/* Writes or reads one record. */
 static amp_result ampi_fp8_record(amp_state *to, const amp_state *from, const char *prefix, const char *name,
                                   amp_dtype dtype, void *values, int64_t n) {
     char key[AMPI_STATE_KEY];
@@ -15509,7 +15518,7 @@ AMP_API AMPI_COLD amp_result amp_fp8_save(const amp_context *amp, amp_state *sta
 }
 #endif
 
-/* The registered parameter that a line names, with a place for its records; *line moves on. */
+/* Finds the registered parameter that a line names, with a place for its records.  *line then is the next line. */
 static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char *end, ampi_fp8_table **t, int *at) {
     const char *next = (const char *)memchr(*line, '\n', (size_t)(end - *line));
     int64_t i, bytes = next != NULL ? next - *line : end - *line;
@@ -15604,13 +15613,13 @@ AMP_API AMPI_COLD amp_result amp_fp8_load(amp_context *amp, const amp_state *sta
     r = ampi_fp8_records(NULL, state, prefix, &s);
     if (r == AMP_OK) r = ampi_fp8_load_checked(amp, &s);
     ampi_free(&amp->system, s.memory, s.bytes, 1);
-    if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have scales of their own */
+    if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have separate scales */
     return ampi_as(f, r);
 }
 #endif
 
 #if !defined(AMP_NO_CARE)
-/* A table as it was, with its memory behind this, for steps that are undone. */
+/* A copy of a table, for steps that are undone.  The table's memory follows this struct. */
 typedef struct ampi_fp8_kept {
     struct ampi_fp8_kept *next;
     const ampi_fp8_table *table;
@@ -15625,7 +15634,7 @@ static void ampi_fp8_kept_free(const amp_context *amp, ampi_fp8_kept *kept) {
     }
 }
 
-/* Keeps all tables; waits. */
+/* Copies all tables, and waits for that. */
 static AMPI_COLD amp_result ampi_fp8_keep(const amp_context *amp, const char *f, ampi_fp8_kept **out) {
     int64_t bytes = ampi_fp8_table_bytes(amp);
     ampi_fp8_kept *all = NULL, *k;
@@ -15644,7 +15653,8 @@ static AMPI_COLD amp_result ampi_fp8_keep(const amp_context *amp, const char *f,
     return AMP_OK;
 }
 
-/* Weights that came since have no records again.  Copies of weights keep their scales: the caller clears the cache. */
+/* Restores the tables.  Weights that came since have no records again.  Copies of weights keep their scales, so the
+   caller clears the cache. */
 static amp_result ampi_fp8_restore(amp_context *amp, const ampi_fp8_kept *kept) {
     const ampi_fp8_table *t;
     const ampi_fp8_kept *k;
@@ -15694,8 +15704,9 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     return (int64_t)(amp->backend->gemm_pack_size)(amp->dev, &pack);
 }
 
-/* Finds the copy and marks it in use, or adds an entry for the caller to write: e->writing.  e->users 0: neither, since
-   this thread is writing another copy and must not wait.  refresh 1: writes it again at any version. */
+/* Finds the copy and marks it in use, or adds an entry for the caller to write (e->writing).  e->users is 0 if it does
+   neither, because this thread is writing another copy and must not wait.  refresh 1: the copy is written again at any
+   version. */
 static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                    int refresh, ampi_cache_entry *e) {
     ampi_cache_entry *at;
@@ -15746,7 +15757,7 @@ static amp_result ampi_cache_make(amp_context *amp, const amp_param *p, int repe
     return ampi_cache_fill(amp, p, e);
 }
 
-/* The copy is written, or not: then the old one is outdated, and after a failure dropped. */
+/* Ends the writing of a copy.  If it was not written, the old copy is outdated, and after a failure it is dropped. */
 static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_result result) {
     ampi_cache_entry *at;
     int64_t i;
@@ -15773,9 +15784,9 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
     if (result != AMP_OK) ampi_cache_free_dropped(amp);
 }
 
-/* How a copy is looked up.  REPEATED: as in amp_k_pack; REFRESH: it is written anew. */
+/* Ways to look up a copy.  REPEATED: as in amp_k_pack.  REFRESH: the copy is written anew. */
 enum { AMPI_LOOKUP_REPEATED = 1, AMPI_LOOKUP_REFRESH = 2 };
-/* Returns a copy in use, or *data NULL. */
+/* Returns a copy in use, or *data NULL if there is none. */
 static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                     int how, const void **data, ampi_cache_use *use) {
     ampi_cache_entry e;
@@ -15796,8 +15807,9 @@ static int ampi_cache_is_off(const amp_context *amp) {
     return amp->desc.disable_cache || (region && region->disable_cache);
 }
 
-/* Returns a cached copy, which ampi_cache_put releases, or *data NULL: the parameter is not registered, the cache is
-   off, or the kernels need no copy.  Recomputing is not a repeated use, but the last one, meant to save memory. */
+/* Returns a cached copy, which ampi_cache_put releases.  *data is NULL if the parameter is not registered, the cache is
+   off, or the kernels need no copy.  Recomputing is not a repeated use.  It is the last use, and meant to save
+   memory. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                  const void **data, ampi_cache_use *use) {
     uint64_t *in_use = &p->last_used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
@@ -15822,10 +15834,10 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
     if (dropped) ampi_cache_free_dropped(amp);
 }
 
-/* ---- The copy of an fp32 weight that an optimizer writes too: up to date and used since the last step, or read by a
-   graph */
+/* ---- Copies of fp32 weights that an optimizer also writes.  Such a copy is up to date and has been used since the
+   last step, or a graph reads it. */
 
-/* The copy, in use until ampi_copy_end; NULL: none. */
+/* The copy, which is in use until ampi_copy_end.  NULL: there is none. */
 static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dtype) {
     ampi_cache_entry *best = NULL;
     void *data = NULL;
@@ -15928,7 +15940,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* graphs' copies are outdated */
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for copies that graphs use */
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
@@ -21364,8 +21376,8 @@ struct amp_grad_set {
     int32_t spoiled;                /* 1: a check failed once gradients were being summed over the ranks */
     const ampi_outer *outer;        /* the optimizer's, or NULL */
     ampi_stage stage;
-    amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
-    amp_grad_set *next;                  /* ... and the next set in that scaler's list */
+    amp_scaler *scaler;             /* the scaler that checked this set since its last update, or NULL */
+    amp_grad_set *next;                  /* the next set in that scaler's list */
     /* device: amp_grad_set_save's copy of the ranges, one after the other; NULL before the first */
     void *saved;
     ampi_buckets *buckets;          /* an optimizer's, with several ranks; else NULL */
@@ -22527,7 +22539,7 @@ AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) {
     return amp_scaler_device(scaler) != NULL && !scaler->desc.disable;
 }
 
-/* Warns once that no smaller scale helps; `state` is in host memory. */
+/* Warns once that no smaller scale helps; `state` is in CPU memory. */
 static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
     char where[80];
