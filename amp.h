@@ -8252,12 +8252,12 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
 
 /* ==== 6 >>workers: implementation, what the CPU kernels share: threads, scratch memory, pieces of rows ==== */
 
-/* ---- Attention on the CPU works on strips of queries times tiles of keys; AMPI_STRIPS strips share one pass over
-   the keys.  In a tile of scores the queries are the lanes: (key, query) is at tile[key * AMPI_STRIP + query]. */
+/* ---- Attention on the CPU works on strips of queries times tiles of keys.  AMPI_STRIPS strips share one pass over the
+   keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
-/* c = scale a b, or with add: c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k * ldb + x],
-   c(r, x) is c[r * ldc + x]; cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k *
+   ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8268,8 +8268,8 @@ typedef struct ampi_product {
     const float *rescale;           /* [cols]; NULL: 1 */
 } ampi_product;
 
-/* Which rows (keys) of a tile each lane (query) sees: row r if r < first or low <= r < high, if the documents are
-   equal, and if allowed. */
+/* The rows (keys) of a tile that each lane (query) sees.  It sees row r if r < first or low <= r < high, if the
+   documents are equal, and if the row is allowed. */
 typedef struct ampi_tile_mask {
     int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
     const int32_t *documents;       /* [rows]; NULL: all equal */
@@ -8278,9 +8278,9 @@ typedef struct ampi_tile_mask {
 
 typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
-    /* The same, but a weight of exactly 0 contributes 0 even to an infinite or NaN factor. */
+    /* Does the same, but a weight of exactly 0 contributes 0 even if the factor is infinite or NaN. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* the GEMM's */
+    /* The same function as in ampi_gemm_vec. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
     /* Turns scores into exp(score - running maximum), rounded to compute; max, sum and rescale are per lane. */
@@ -8294,9 +8294,9 @@ typedef struct ampi_attention_vec {
     void (*softmax_backward)(const float *y, const float *dy, float scale, float *dx, int64_t n);
 } ampi_attention_vec;
 
-/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words: one fp32 value, or two bf16 values with
-   consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA, or pairs of
-   bf16 with vdpbf16ps or AMX.  The loops around the tables know only their sizes. */
+/* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words.  A word is one fp32 value, or two bf16
+   values with consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA,
+   or pairs of bf16 with vdpbf16ps or AMX.  The loops around the tables use only the sizes in them. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
@@ -8304,7 +8304,7 @@ enum {
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
-/* X(0) X(1) ..., one for each row of a tile */
+/* X(0) X(1) and so on, one for each row of a tile */
 #define AMPI_ROWS_1(X)  X(0)
 #define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
 #define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
@@ -8320,18 +8320,19 @@ enum {
 #define AMPI_ROWS_13(X) AMPI_ROWS_12(X) X(12)
 #define AMPI_ROWS_14(X) AMPI_ROWS_13(X) X(13)
 
-/* A tile with a fixed number of rows and vectors; the last vector has `tail` lanes. */
+/* Multiplies a tile with a fixed number of rows and vectors.  The last vector has `tail` lanes. */
 typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
-/* A fixed number of rows of a times four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+/* Multiplies a fixed number of rows of a by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* c (`rows` rows) = add + a b over k words: a[i * lda + p * step], b[p * ldb + j]; add NULL: 0.  A table with .edges
-   touches `cols` columns of b, add and c and takes any step; others touch all columns of a tile, with step 1. */
+/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  add NULL: 0.  A
+   table with .edges accesses only `cols` columns of b, add and c, and takes any step.  Other tables access all columns
+   of a tile, and need step 1. */
 typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
                                const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
-/* How a finished tile x is written out: pre = alpha x + bias; c = act(pre) + beta c. */
+/* The outputs of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
     float alpha, beta;
     const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
@@ -8347,28 +8348,29 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
-    int32_t spare;                      /* rows of packed A that a tile may read beyond its own, and ignores */
+    int32_t spare;                      /* rows of packed A after a tile's that it may read, and ignores */
     int32_t edges;                      /* see ampi_gemm_tile */
-    int32_t dot_rows;                   /* most rows that `dots` takes */
+    int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
-    void (*begin)(void), (*end)(void);  /* around a thread's multiplications; NULL: nothing to do */
-    /* Packs n contiguous values, rounded to `compute`, into words; pads a last half word with 0. */
+    void (*begin)(void), (*end)(void);  /* called around a thread's multiplications; NULL: nothing to do */
+    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the rest is
+       0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
-    /* The same for m rows, `ld` values apart, into rows `pitch` words apart. */
+    /* Does the same for m rows that are `ld` values apart.  The packed rows are `pitch` words apart. */
     void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                     int64_t n, int64_t m);
     /* Packs rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, padded with 0 at
-       the right: panel q is at dst + q * stride; in it, word w of column j is at w * cols + j. */
+       the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
     /* dst[c * ldd + r] = src[r * lds + c], words */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes a tile to the outputs from row `row` on; changes x.  ld is a whole number of vectors. */
+    /* Writes a tile to the outputs from row `row` on, and changes x.  ld is a whole number of vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p], for `rows` rows and cols <= 4 columns, or
-       for one row and a multiple of 4 columns. */
+    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and cols <= 4
+       columns, or one row and a multiple of 4 columns. */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                  float *sums);
     /* c = a b, or c + a b with `add`, for a column a[i * step] and a row b */
@@ -8377,33 +8379,34 @@ typedef struct ampi_gemm_vec {
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is widened to fp32 */
 } ampi_gemm_vec;
 
-/* Blocks of k, equal but for the last.  They depend on k alone, so that packed and unpacked B agree. */
+/* Blocks of k, equal except for the last.  They depend on k alone, so that packed and unpacked B agree. */
 typedef struct ampi_gemm_blocks {
     int64_t words, count, size;         /* words of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16; x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p * ld
-   + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed: the same over
-   words [from, end) of n packed columns from col on, in whole vectors; ld: the width of all panels. */
+/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p *
+   ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed does the same
+   over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
                         int64_t col, int64_t from, int64_t end, int64_t n);
-    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words, 0 beyond n. */
+    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words.  Columns beyond n are 0. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    /* ampi_gemm_vec's, with b in words of one value each. */
+    /* Does the same as in ampi_gemm_vec, with b in words of one value each. */
     void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
                   float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
-/* ---- Vector kernels of the multi-tensor calls.  Any n, any alignment; an element's bits do not depend on its place,
-   nor a sum's on its alignment. */
-/* A step of an optimizer; m and v are NULL where a row has none, step is what its ampi_..._row returned. */
+/* ---- Vector kernels of the multi-tensor calls.  They take any n and any alignment.  An element's bits do not depend
+   on its place, and a sum's bits do not depend on its alignment. */
+/* A step of an optimizer.  m and v are NULL if a row has none.  step is the result of the optimizer's ampi_..._row. */
 typedef void (*ampi_update_vec)(float *w, const float *g, float *m, float *v, int64_t n, const void *step);
 
 typedef struct ampi_multi_vec {
-    /* The sum of squares in fp64; *bad = 1 if an element is infinite or NaN; g *= *factor unless NULL. */
+    /* Returns the sum of squares in fp64.  *bad = 1 if an element is infinite or NaN.  g *= *factor, unless factor is
+       NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
     ampi_update_vec adamw, sgd, lion;
@@ -8411,9 +8414,10 @@ typedef struct ampi_multi_vec {
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row: fp32 within so many elements, fp64 beyond */
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, fp64 beyond */
 
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be any input's buffer. */
+/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be the buffer of any
+   input. */
 typedef struct ampi_pointwise_vec {
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
@@ -8443,7 +8447,7 @@ typedef struct ampi_pointwise_vec {
     /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
-    /* turns the first `rotary` elements of each head by a row of ampi_rope_row */
+    /* rotates the first `rotary` elements of each head by a row of ampi_rope_row */
     void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
                  int adjacent);
     /* most[i] = the larger of it and the magnitude bits of x[i] */
@@ -8465,7 +8469,7 @@ static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
     for (code = 0; code < AMPI_MOMENT_CODES; code++) ampi_moment_map_set(map, code, is_signed);
     ampi_fp_end(host);
 }
-/* The moments of one block.  A number that is infinite or NaN makes all of its block NaN. */
+/* Unpacks and packs the moments of one block.  An infinite or NaN number makes its whole block NaN. */
 static void ampi_moment_unpack(const ampi_moment_map *map, const uint8_t *codes, float scale, float *x, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) x[i] = map->value[codes[i]] * scale;
@@ -8495,19 +8499,20 @@ typedef struct ampi_cpu {
     pthread_mutex_t lock;           /* guards the pool */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
     int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
-    int64_t credit, alone_until;    /* atomic: see ampi_loop_account */
+    int64_t credit, alone_until;    /* atomic; ampi_loop_account describes them */
     ampi_moment_map moments[2];  /* of v, of m; made for the first 8-bit moments, under the lock */
     int has_moments;
 } ampi_cpu;
 
-/* Does items [begin, end) of a parallel loop; thread < the loop's `threads`. */
+/* Does items [begin, end) of a parallel loop.  thread < the loop's `threads`. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
-enum { AMPI_SHARES = 32,            /* a loop's pieces are dealt out in at most so many shares ... */
-       AMPI_STEPS = 4 };            /* ... each taken in so many steps */
+enum { AMPI_SHARES = 32,            /* the most shares that a loop's pieces are divided into */
+       AMPI_STEPS = 4 };            /* the steps in which a share is taken */
 
-/* A loop that threads share.  Each thread first takes pieces of its own share, which keeps its caches warm from loop to
-   loop, then of the others': a thread that lost its core delays one step, not a whole share. */
+/* A loop that threads share.  Each thread first takes pieces from its share, which keeps its caches warm from loop to
+   loop.  Then it takes pieces from the other shares.  So a thread that lost its core delays one step, and not a whole
+   share. */
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
@@ -8543,11 +8548,11 @@ static void ampi_loop_run(void *arg, int32_t number) {
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
-/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work, or lose its core in
-   the middle of a piece and keep the caller waiting.  An account sums the time that loops gained or lost by their
-   threads, compared with the caller alone; when it is overdrawn, the caller works alone for AMPI_REST times the debt.
-   The caller alone is taken to run at the pace of the fastest thread with a fair number of pieces: the others may have
-   lost their cores. */
+/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work.  It may also lose
+   its core in the middle of a piece, and delay the caller.  An account sums the time that loops gained or lost by their
+   threads, compared with the caller alone.  When it is overdrawn, the caller works alone for AMPI_REST times the debt.
+   The pace of the caller alone is estimated by that of the fastest thread with a fair number of pieces, because the
+   others may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
@@ -8607,14 +8612,14 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     }
     (cpu->host.parallel)(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
-    ampi_loop_run(&loop, -1);       /* does what a host's pool left undone */
+    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has left undone */
     host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
     ampi_fp_end(host);
 }
 
-/* A block of the pool: the smallest free one that fits, else a new one in place of the smallest free one, which counts
-   as busy meanwhile.  NULL: all are busy, or no memory. */
+/* Takes a block of the pool.  It is the smallest free block that fits.  If none fits, a new block replaces the smallest
+   free one, which counts as busy meanwhile.  NULL: all are busy, or there is no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
@@ -8675,14 +8680,15 @@ static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
 
-/* Kernels work on fp32 rows: a 16-bit row is first widened into `scratch`; a result row is computed in place, or in
+/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  A result row is computed in place, or in
    `scratch` and then rounded once. */
 static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row that is read soon into the cache: processors do not foresee rows that lie apart. */
+/* Fetches the first 4 KiB of a row into the cache, if the row is read soon.  Processors do not foresee reads of rows
+   that are apart. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8716,7 +8722,7 @@ static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
     __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
     return scale;
 }
-/* Records in the host's memory: other threads may look at them at any time. */
+/* Copies records in CPU memory, atomically, since other threads may read them at any time. */
 static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
     float scale = ampi_fp8_scale_of(from);
     ampi_fp8_count_copy(&from->now, &to->now);
@@ -12424,8 +12430,8 @@ typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, A
 /* A live allocation of device memory, in an open-addressing table by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
-/* An override of layers.  met: a layer or parameter of a matching name was seen, or a warning says that none was; until
-   then nearest is the registered parameter whose name is nearest. */
+/* An override of layers.  met: a layer or a parameter of a matching name was seen, or a warning has said that none was.
+   Until then, nearest is the registered parameter whose name is nearest to the pattern. */
 typedef struct ampi_layer_rule {
     char pattern[128];
     amp_dtype dtype;
@@ -12434,11 +12440,11 @@ typedef struct ampi_layer_rule {
 } ampi_layer_rule;
 typedef struct ampi_user_op { char name[64]; uint8_t policy; } ampi_user_op;      /* an amp_cast_policy */
 
-/* What a cached copy of a weight is for. */
+/* The use of a cached copy of a weight. */
 typedef enum ampi_pack_kind {
     AMPI_PACK_FORWARD = 1,          /* packed as the transposed right operand: y = x w^T */
     AMPI_PACK_BACKWARD = 2,         /* packed as the right operand: dx = dy w */
-    AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the host's kernels */
+    AMPI_PACK_CAST = 3              /* the plain matrix in another dtype, for the program's kernels */
 } ampi_pack_kind;
 
 /* A copy of a weight in the cast cache.  Its states, which change with the context's lock held:
@@ -12451,20 +12457,21 @@ typedef struct ampi_cache_entry {
     uint64_t id, version, last_use;
     amp_dtype dtype;
     ampi_pack_kind kind;
-    int users;                      /* calls writing or reading it: not evicted meanwhile */
+    int users;                      /* calls that write or read it; it is not evicted meanwhile */
     int writing; pthread_t by;      /* 1: this thread writes it, others wait */
     int not_used;                     /* 1: written by an optimizer, not used since */
     int recorded;                   /* 1: the graph being captured writes it */
-    /* 1: a live graph reads but does not write it: launches need it up to date */
+    /* 1: a live graph reads it but does not write it, so it must be up to date for launches */
     int in_graph;
     void *data;
-    int64_t bytes, new_inf;         /* new_inf: of this copy, if visible to the host at once */
+    int64_t bytes, new_inf;         /* new_inf: of this copy, if the CPU can read it at once */
 } ampi_cache_entry;                 /* id 0: dropped, freed after its last user */
 
-/* Records of tensors in FP8, of each weight three: slot 3 i + amp_fp8_tensor - 1 is of weight ids[i]; id 0: free.
-   They end their step with the optimizer that has the weight, or else with any step of the thread that used it last. */
+/* Records of tensors in FP8, three for each weight.  Slot 3 i + amp_fp8_tensor - 1 belongs to weight ids[i]; id 0:
+   free.  The optimizer that has the weight ends their step.  Without such an optimizer, the step ends with any step of
+   the thread that used the weight last. */
 enum { AMPI_FP8_WEIGHTS = 64,       /* as many as amp_k_fp8_update.due has bits */
-       AMPI_FP8_TAKEN = 1 };        /* no id: the place is being cleared */
+       AMPI_FP8_TAKEN = 1 };        /* not an id: the place is being cleared */
 typedef struct ampi_fp8_table {
     struct ampi_fp8_table *next;
     uint64_t ids[AMPI_FP8_WEIGHTS];
@@ -12474,7 +12481,7 @@ typedef struct ampi_fp8_table {
     uint32_t *amax, *history;
 } ampi_fp8_table;
 
-/* A mask written out.  key: its description, with the arrays' contents. */
+/* A mask in memory.  key: the mask's description, with the contents of its arrays. */
 typedef struct ampi_mask_entry {
     uint8_t *key; int64_t key_bytes;
     uint64_t hash, last_use;
@@ -12489,16 +12496,15 @@ typedef struct ampi_mask_entry {
    created with it last, or NULL. */
 typedef struct ampi_known { amp_param *param; uint64_t id, captured; const void *stepper; } ampi_known;
 
-/* A loss scale, for gradients to remember which one they carry: where backward reads it, and an id that is new whenever
-   its value may be.  AMPI_UNSCALED: it is 1.  0 for an id: not known. */
+/* A loss scale.  Gradients remember the one they carry.  at: the address that backward reads it from.  id: a number
+   that is new whenever the value may be new.  AMPI_UNSCALED: the scale is 1.  0: not known. */
 typedef struct ampi_scale { struct ampi_scale *next; const float *at; uint64_t id; } ampi_scale;
 enum { AMPI_UNSCALED = 1 };
 /* Decides about a backward that adds to a gradient after an optimizer's step, or under another loss scale. */
 typedef amp_result (*ampi_judge)(amp_context *amp, const char *function, amp_param *p, uint64_t scale);
 
-/* Everything created from a context begins with this.  Closing the context stops live objects, newest first: their
-   calls are errors from then on, and destroying them frees the rest.  An object stays while others refer to it. */
-/* What a section below is told of gradients: before an operator adds to one, which it may refuse, and after. */
+/* Calls that a section below gets for gradients: before an operator adds to one, which the call may refuse, and
+   after. */
 typedef struct ampi_gradient_watch ampi_gradient_watch;
 struct ampi_gradient_watch {
     ampi_gradient_watch *next;
@@ -12506,33 +12512,36 @@ struct ampi_gradient_watch {
     void (*added)(ampi_gradient_watch *w, const amp_param *p);
     amp_result (*settle)(ampi_gradient_watch *w);   /* waits for gradients that are being summed */
     amp_result (*set)(ampi_gradient_watch *w, const amp_param *p);  /* its weight has new values */
-    /* waits for a weight that ranks gather; NULL: for all */
+    /* waits for a weight that ranks gather; NULL: for all weights */
     amp_result (*whole)(ampi_gradient_watch *w, const char *function, const amp_param *p);
-    int away;                       /* 1: the reducer is at work on gradients, beside the host's thread; atomic */
+    int away;                       /* 1: the reducer works on gradients beside the program's thread; atomic */
 };
 
+/* Every object that is created from a context begins with this.  Closing the context stops live objects, newest first.
+   From then on their calls are errors, and destroying them frees the rest.  An object stays while others refer to
+   it. */
 typedef struct ampi_object ampi_object;
 struct ampi_object {
     amp_context *amp;
     const char *kind; char name[60];                /* for the warning */
-    void (*stop)(ampi_object *object); /* frees all but the struct; when the context closes, the host's arrays
+    void (*stop)(ampi_object *object); /* frees all but the struct; when the context closes, your arrays
                                           (parameters, names) may be gone already */
-    /* frees the struct; NULL: only `bytes` to free */
+    /* frees the struct; NULL: there are only `bytes` to free */
     void (*release)(ampi_object *object);
     size_t bytes;
     uint64_t made;                                  /* a serial */
     ampi_object *next, **link;                      /* in the context's list; link NULL: not in it */
     int holders, stopped;                           /* changed atomically; holders: the owner and referrers */
-    /* 1: the host has no handle yet, so closing the context destroys it */
+    /* 1: the program has no handle yet, so closing the context destroys it */
     int unfinished;
-    int unwanted;                                   /* 1: so is what the host destroyed while others used it */
+    int unwanted;                                   /* 1: destroyed while in use, so closing destroys it too */
 };
 
 typedef struct ampi_cells {
-    int32_t bad_row, reserved;      /* 1 + a row that a kernel found out of range; 0: none */
+    int32_t bad_row, reserved;      /* 1 + a row that a kernel found to be out of range; 0: none */
     int64_t new_inf;                /* of the cast cache */
     uint64_t random;                /* the first random offset of the graph launched last */
-    int64_t cut;                    /* numbers that saturate_inputs cut; the last of them */
+    int64_t cut;                    /* numbers cut by saturate_inputs, and the last of them */
     amp_k_cut_note cut_last;
 } ampi_cells;
 
@@ -12546,8 +12555,9 @@ typedef enum ampi_notice {
 } ampi_notice;
 typedef void (*ampi_listener)(amp_context *amp, ampi_notice notice, uint64_t id);
 
-/* A product of a layer that has run, for a later section to look at: its operands are as they were.  weight: the
-   layer's, which is operand b if is_b, even where gemm.b is a copy.  layer: the name that overrides match. */
+/* A product of a layer that has run, with operands that have not changed since, so that a later section can examine it.
+   weight: the layer's weight.  It is operand b if is_b, even where gemm.b is a copy of it.  layer: the name that
+   overrides match. */
 typedef struct ampi_shown {
     amp_k_gemm gemm;
     amp_param *weight;
@@ -12567,13 +12577,14 @@ struct amp_context {
     amp_machine machine;
     amp_choice choice;
     amp_k_gemm product;             /* a template for amp_gemm: faster to copy than to clear */
-    /* Guards everything below.  THE LOCK RULE: never call the host (logger, allocator, reducer, callbacks, amp_system)
-       or a backend with a lock held, anywhere: it might call back, or fail and log. */
+    /* Guards everything below.  THE LOCK RULE: the program's code (logger, allocator, reducer, callbacks, amp_system)
+       or a backend is never called with a lock held, anywhere.  The called code might call amp.h again, or fail and
+       log. */
     pthread_mutex_t lock;
-    pthread_cond_t written;         /* a copy or mask is written, or cannot be */
+    pthread_cond_t written;         /* a copy or mask has been written, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
-    int64_t taken, taken_peak;      /* the backend's host memory, with scratch; changed atomically */
+    int64_t taken, taken_peak;      /* CPU memory of the backend, with scratch; changed atomically */
     ampi_known *params; int64_t n_params, param_capacity;
     uint64_t serial, random_offset, clock;
     ampi_cache_entry *cache; int64_t n_cache, cache_capacity;
@@ -12581,56 +12592,57 @@ struct amp_context {
     int regions;                    /* open on all threads; changed atomically */
     /* its destructor ends regions that a thread left open; created with the first region */
     pthread_key_t thread_key; int has_key;
-    ampi_gradient_watch *watches;   /* who is told of gradients; changed with the lock held, and atomically */
-    int32_t gathers;                /* how many of them have weights on their way, or not whole; atomic */
+    ampi_gradient_watch *watches;   /* of gradients; changed with the lock held, and atomically */
+    int32_t gathers;                /* watches whose weights are being gathered, or are not whole; atomic */
     ampi_scale *scales;             /* of scalers; changed with the lock held, the head also atomically */
-    /* how often some scale changed; the last step of an optimizer: when, on which thread; all atomic */
+    /* the number of changes of scales; the last step of an optimizer: when, and on which thread; all atomic */
     uint64_t rescaled, stepped, stepper;
     ampi_judge judge;               /* set with the first optimizer or scaler, atomically */
     ampi_listener listeners[AMPI_LISTENERS];        /* one per section; changed with the lock held, and atomically */
-    ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Whose it is */
-    int trials;                     /* amp_verify and its kin, whose products are not shown */
+    ampi_observer observer; void *observing;        /* of layers' products; NULL: none.  Its object */
+    int trials;                     /* trials of amp_verify and similar functions, whose products are not shown */
     ampi_object *objects;           /* live ones, newest first */
     /* changed atomically; holders: objects, regions, mask views and the opener; views: mask views */
     int holders, closed, views;
     ampi_mask_entry *masks; int64_t n_masks, mask_capacity;
     amp_cache_info mask_info;
-    ampi_fp8_table *fp8;            /* the first; they are never moved */
+    ampi_fp8_table *fp8;            /* the first; tables are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
-    int unmet, asked;               /* how many of them are not .met; 1: a layer was looked up since; both atomic */
+    int unmet, asked;               /* how many of them are not .met; 1: a layer was used since; both atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
     ampi_object *capture;           /* the graph being captured, else NULL */
     int graphs;                     /* live ones: the caches keep what they use */
     uint64_t settings_version;      /* changes with everything that is built into a graph */
-    uint64_t decisions;             /* a new serial with every setting that operators decide by */
+    uint64_t decisions;             /* a new serial with every setting that decides about operators */
     uint64_t capture_random;        /* random_offset when the capture began */
     int64_t new_inf; char new_inf_in[80];           /* of amp_status */
     int64_t cut;                                    /* cells->cut as last read */
     struct { int id, count; } logged[AMPI_LOG_IDS];         /* changed atomically; id 0: free */
-    /* decisions logged: a table of AMPI_TOLD_CAPACITY hashes; NULL before the first */
+    /* hashes of decisions logged, a table of AMPI_TOLD_CAPACITY; NULL before the first */
     uint64_t *told; int n_told;
     amp_log_level quiet;            /* the log level before `debug` of the settings */
     int path_given, dtype_given;    /* 1: the program chose .cpu_path, .dtype */
-    int path_adopted;               /* 1: the path is another machine's, and auto stays what it was */
-    amp_dtype auto_dtype;           /* what auto chose at opening; 0: it was not asked */
-    pid_t process;                  /* the one that opened it */
-    int own_sets;                   /* of amp_grad_set_create */
+    int path_adopted;               /* 1: the path is another machine's; the dtype of auto does not change */
+    amp_dtype auto_dtype;           /* the dtype that auto chose at opening; 0: auto was not used */
+    pid_t process;                  /* the process that opened it */
+    int own_sets;                   /* sets made by amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
     amp_reducer on_device;          /* .reduce_on_device: the backend's; reduce NULL: none */
     pthread_t opener;               /* the thread that opened it */
-    int roll_called; char roll[160];        /* what the ranks said when on_device failed */
+    int roll_called; char roll[160];        /* the state of the ranks when on_device failed */
 };
 
-/* ---- Hooks.  A section that needs something from a later one declares a function ampi_hook_NAME, which the later
-   section defines.  These are of >>autocast: the overrides of layers, ... */
+/* ---- Hooks.  A section that needs a later one declares a function ampi_hook_NAME, which the later section defines.
+   The first hooks are implemented by >>autocast, for the overrides of layers. */
 
 static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback);
 static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text);
 static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter);
 static void ampi_hook_layers_tell(amp_context *amp, int closing);
-/* ... and these of >>ranks.  join and leave: the amp_ranks of .reducer; open: the ranks on their devices. */
+/* The others are implemented by >>ranks.  join and leave are for the amp_ranks of .reducer.  open joins the ranks on
+   their devices. */
 static amp_result ampi_hook_ranks_join(amp_context *amp);
 static amp_result ampi_hook_ranks_open(amp_context *amp);
 static void ampi_hook_ranks_leave(amp_context *amp);
@@ -12651,7 +12663,7 @@ static void ampi_notify(amp_context *amp, ampi_notice notice, uint64_t id) {
 }
 
 #if !defined(AMP_NO_CARE)
-/* Sets who sees the products of layers, or NULL; `of` is the observer's own. */
+/* Sets the function that gets the products of layers, or NULL.  `of` is passed by the observer for its use. */
 static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
     amp->observer = observer;
     amp->observing = of;
@@ -12659,7 +12671,8 @@ static void ampi_observe(amp_context *amp, ampi_observer observer, void *of) {
 static void *ampi_observing(const amp_context *amp) { return amp->observer != NULL ? amp->observing : NULL; }
 #endif
 #if !defined(AMP_NO_CARE)
-/* Written only by what runs alone on its context; others read it at any time. */
+/* Adds to the number of trials, and returns it.  Only a function that runs alone on its context adds.  Other threads
+   read the number at any time. */
 static int ampi_trials(amp_context *amp, int more) { return amp == NULL ? 0 : (amp->trials += more); }
 #endif
 
@@ -12680,7 +12693,8 @@ static amp_result ampi_not_captured(const amp_context *amp) {
         AMP_ERR_STATE, "amp_graph_begin",
         "the call waits for the device, which only records during a capture: move it after amp_graph_end");
 }
-/* Before a weight is read, written or freed: waits until it is gathered; p NULL: until all are. */
+/* Waits until a weight has been gathered, or with p NULL until all weights have been.  Called before a weight is read,
+   written or freed. */
 static amp_result ampi_weights_whole(const amp_context *amp, const char *function, const amp_param *p) {
     ampi_gradient_watch *w;
     if (__atomic_load_n(&amp->gathers, __ATOMIC_ACQUIRE) == 0) return AMP_OK;
@@ -12688,16 +12702,17 @@ static amp_result ampi_weights_whole(const amp_context *amp, const char *functio
         AMPI_TRY((w->whole)(w, function, p));
     return AMP_OK;
 }
-/* Before a call waits for the device, and then perhaps reads or writes what it finds there. */
+/* Called before a call waits for the device.  It refuses during capture.  It also waits for gathered weights, since the
+   call may then read or write device memory. */
 static amp_result ampi_may_wait(const amp_context *amp) {
     AMPI_TRY(ampi_not_captured(amp));
     return ampi_weights_whole(amp, "reducer", NULL);
 }
-/* A setting changed that is built into captured graphs ... */
+/* Notes that a setting has changed that is built into captured graphs. */
 static void ampi_settings_changed(amp_context *amp) {
     __atomic_add_fetch(&amp->settings_version, 1, __ATOMIC_RELAXED);
 }
-/* ... and one that operators decide by. */
+/* Notes that a setting has changed that decides about operators. */
 static void ampi_decisions_changed(amp_context *amp) {
     ampi_settings_changed(amp);
     __atomic_store_n(&amp->decisions, ampi_serial(), __ATOMIC_RELAXED);
@@ -12714,7 +12729,8 @@ static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
     amp->graphs++;
     amp->capture_random = amp->random_offset;
 }
-/* Returns how many random numbers the captured work takes; they are not consumed.  Casts were only recorded. */
+/* Ends a capture.  Returns how many random numbers the captured work takes.  They are not consumed, because the capture
+   only recorded that work.  Copies in the cast cache were only recorded too, so they are not up to date. */
 static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
     int64_t i;
@@ -12733,14 +12749,15 @@ static void ampi_graph_left(amp_context *amp) {
     for (i = 0; i < amp->n_cache; i++) amp->cache[i].in_graph = 0;
     pthread_mutex_unlock(&amp->lock);
 }
-/* Where a graph reads its first random offset, and its present value. */
+/* The address that a graph reads its first random offset from, and the present value. */
 static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
     *offset = amp->random_offset;
     return &amp->cells->random;
 }
 static void ampi_random_advance(amp_context *amp, uint64_t taken) { amp->random_offset += taken; }
 #if !defined(AMP_NO_CARE)
-/* What decides the dtypes of regions, and the next random offset: restored after a trial of another precision. */
+/* The settings that decide the dtypes of regions, and the next random offset.  They are restored after a trial of
+   another precision. */
 typedef struct ampi_precision {
     amp_choice choice;
     amp_dtype autocast_dtype, fallback;
@@ -12760,7 +12777,8 @@ static ampi_precision ampi_precision_get(const amp_context *amp) {
     p.random_offset = amp->random_offset;
     return p;
 }
-/* At any level; does not touch captures and the log.  Weights may have changed too: drops cached casts. */
+/* Restores the settings, at any level.  Captures and the log are not affected.  Weights may have changed too, so cached
+   casts are dropped. */
 static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     amp->choice = p->choice;
     amp->desc.autocast_dtype = p->autocast_dtype;
@@ -12773,8 +12791,8 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 #endif
-/* Scales: a scaler enters its own, says when its value may have changed, and takes it away.  id: AMPI_UNSCALED, one
-   that it had before, or 0 for a new one. */
+/* Scales.  A scaler enters its scale, calls ampi_scale_moved when the value may have changed, and takes the scale away.
+   id: AMPI_UNSCALED, an id that the scale had before, or 0 for a new id. */
 static void ampi_scale_moved(amp_context *amp, ampi_scale *s, uint64_t id) {
     pthread_mutex_lock(&amp->lock);
     s->id = id != 0 ? id : ampi_serial();
@@ -12796,7 +12814,8 @@ static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
     if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* The id of the scale that a loss reads at this address; of a factor of the host's own nothing is known. */
+/* The id of the scale that a loss reads at this address.  It is 0 for a factor of the program, about which no scaler
+   knows. */
 static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
     const ampi_scale *s;
     uint64_t id = 0;
@@ -12810,10 +12829,10 @@ static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
 }
 static uint64_t ampi_rescaled(const amp_context *amp) { return __atomic_load_n(&amp->rescaled, __ATOMIC_ACQUIRE); }
 
-/* Serials as times, and a number of this thread. */
+/* Serials are used as times.  ampi_this_thread is a number of this thread. */
 static int ampi_is_later(uint64_t a, uint64_t b) { return (int64_t)((a - b) << 1) > 0; }
 static uint64_t ampi_this_thread(void) { return (uint64_t)(uintptr_t)ampi_error_text; }
-/* An optimizer has stepped: returns when. */
+/* Notes that an optimizer has stepped, and returns when. */
 static uint64_t ampi_step_noted(amp_context *amp) {
     uint64_t now = ampi_serial();
     __atomic_store_n(&amp->stepper, ampi_this_thread(), __ATOMIC_RELAXED);
@@ -12824,19 +12843,20 @@ static void ampi_judge_gradients(amp_context *amp, ampi_judge judge) {
     __atomic_store_n(&amp->judge, judge, __ATOMIC_RELEASE);
 }
 
-/* 1: no step has used the gradient yet, and the next backward adds to it; 0: it overwrites it. */
+/* Sets whether a gradient is live.  1: no step has used the gradient yet, and the next backward adds to it.  0: the
+   next backward overwrites it. */
 static void ampi_gradient_live(amp_param *p, int live) {
     if (p == NULL || (live && p->grad.data == NULL)) return;
     if (!live || !p->grad_live) p->began = 0;
     p->grad_live = live;
     if (!live) { p->by_hand = 0; p->taken = 0; }
 }
-/* The same of a gradient that was restored: which backward it is from, and under which scale, is not known. */
+/* Does the same for a gradient that was restored.  It is not known which backward it is from, and under which scale. */
 static void ampi_gradient_anew(amp_param *p, int live) {
     ampi_gradient_live(p, 0);
     ampi_gradient_live(p, live);
 }
-/* A backward, which overwrites what was there, begins a gradient under this scale. */
+/* Begins a gradient under this scale, for a backward that overwrites the earlier one. */
 static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
     p->taken += p->began != 0;
     p->grad_live = 1;
@@ -12844,7 +12864,8 @@ static void ampi_gradient_begin(amp_param *p, uint64_t scale) {
     p->scale = scale;
     p->writer = ampi_this_thread();
 }
-/* Whether a backward under this scale may add to a gradient, if it is live.  Trials' gradients are thrown away. */
+/* Checks whether a backward under this scale may add to a gradient, if the gradient is live.  Gradients of trials are
+   thrown away, so they are not checked. */
 static amp_result ampi_gradient_joins(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     if (!p->grad_live || p->began == 0 || p->grad.data == NULL || amp->trials > 0) return AMP_OK;
     if (!ampi_is_later(__atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE), p->began) &&
@@ -12852,7 +12873,7 @@ static amp_result ampi_gradient_joins(amp_context *amp, const char *function, am
         return AMP_OK;
     return __atomic_load_n(&amp->judge, __ATOMIC_ACQUIRE)(amp, function, p, scale);
 }
-/* Whether an operator may add to a gradient now, and that it has. */
+/* Checks whether an operator may add to a gradient now.  ampi_gradient_added then notes that it has. */
 static amp_result ampi_gradient_open(amp_context *amp, const char *function, amp_param *p, uint64_t scale) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     if (p == NULL || p->grad.data == NULL) return AMP_OK;
@@ -12865,14 +12886,15 @@ static void ampi_gradient_added(amp_context *amp, amp_param *p, uint64_t scale) 
     for (; w != NULL && p != NULL && p->grad.data != NULL && amp->trials == 0; w = w->next) (w->added)(w, p);
 }
 #if !defined(AMP_NO_CARE) || !defined(AMP_NO_WATCH)
-/* Before gradients are read between backward and the step. */
+/* Waits for gradients that are being summed, before they are read between backward and the step. */
 static amp_result ampi_gradients_settle(amp_context *amp) {
     ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     for (; w != NULL; w = w->next) AMPI_TRY((w->settle)(w));
     return AMP_OK;
 }
 #endif
-/* Ranks exchange one thing at a time, in the same order. */
+/* Refuses an exchange while gradients are being summed, because ranks must make all exchanges one at a time, in the
+   same order. */
 static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     const ampi_gradient_watch *w = __atomic_load_n(&amp->watches, __ATOMIC_ACQUIRE);
     while (w != NULL && !__atomic_load_n(&w->away, __ATOMIC_ACQUIRE)) w = w->next;
@@ -12892,7 +12914,7 @@ static void ampi_unwatch_gradients(amp_context *amp, ampi_gradient_watch *w) {
     if (*link != NULL) __atomic_store_n(link, w->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* Whether some registered parameter's gradient is live; clear: makes them all not live. */
+/* Whether a registered parameter's gradient is live.  clear: makes all of them not live. */
 static int ampi_live_gradients(amp_context *amp, int clear) {
     int64_t i, live = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -12925,7 +12947,7 @@ static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     return n;
 }
 
-/* Makes room for `more` elements of an array of the context; returns with the lock held unless it fails. */
+/* Makes room for `more` elements of an array of the context.  Returns with the lock held, unless it fails. */
 static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, void **array, const int64_t *count,
                                      int64_t more, int64_t *capacity, size_t size) {
     for (ampi_lock(amp); *capacity - *count < more; ampi_lock(amp)) {
@@ -12948,7 +12970,7 @@ static amp_result ampi_lock_and_grow(amp_context *amp, const char *function, voi
     return AMP_OK;
 }
 
-/* Room for one more element of an array that only one thread at a time uses. */
+/* Makes room for one more element of an array that only one thread at a time uses. */
 static amp_result ampi_grow(amp_context *amp, const char *function, void **array, int64_t count, int64_t *capacity,
                             size_t size) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, array, &count, 1, capacity, size));
@@ -12959,7 +12981,7 @@ static amp_result ampi_grow(amp_context *amp, const char *function, void **array
 /* ---- Lifetimes */
 
 static void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holders, 1, __ATOMIC_RELAXED); }
-/* The last holder frees what amp_close leaves. */
+/* Gives up a hold on the context.  The last holder frees the rest that amp_close leaves. */
 static void ampi_context_let_go(amp_context *amp) {
     amp_system system = amp->system;
     if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
@@ -12969,7 +12991,7 @@ static void ampi_context_let_go(amp_context *amp) {
     ampi_free(&system, amp, 1, sizeof *amp);
 }
 
-/* *out: a zeroed struct that begins with an ampi_object; enlist it when it is complete. */
+/* *out is a zeroed struct that begins with an ampi_object.  It is enlisted when it is complete. */
 static amp_result ampi_object_create(amp_context *amp, const char *function, void **out, size_t bytes, const char *kind,
                                      void (*stop)(ampi_object *object)) {
     ampi_object *o;
@@ -13042,7 +13064,7 @@ static const char *ampi_log_word(amp_log_level level) {
                                       : "debug";
 }
 
-/* Counts an id; returns how often it has been seen by now. */
+/* Counts an id.  Returns how often it has been seen so far. */
 static int ampi_log_count(amp_context *amp, int id) {
     int i, known;
     for (i = 0; i < AMPI_LOG_IDS; i++) {
@@ -13080,14 +13102,15 @@ static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level lev
 }
 
 static const char ampi_reducer_text[] = "the reducer";
-/* Why its last call failed; NULL: unknown. */
+/* The reason why the reducer's last call failed.  NULL: unknown. */
 static const char *ampi_reducer_why(const amp_reducer *r) {
     const char *why = NULL;
     if (r->calls != NULL && r->calls->error != NULL) AMPI_CALLOUT(ampi_reducer_text, why = (r->calls->error)(r->user));
     return why;
 }
 
-/* Refuses what a callback must not destroy, in the log as well, unless that is what called. */
+/* Refuses to destroy an object that a callback must not destroy.  The refusal is logged too, unless the logger made the
+   call. */
 static amp_result ampi_may_destroy(const amp_context *amp, const char *function, const char *kind, uint64_t made,
                                    uintptr_t here) {
     amp_result result = ampi_check_unused(function, kind, made, here);
@@ -13097,13 +13120,13 @@ static amp_result ampi_may_destroy(const amp_context *amp, const char *function,
     if (!in_log) ampi_log(amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
     return result;
 }
-/* For amp_NAME_destroy of an object; here: AMPI_STACK. */
+/* Implements amp_NAME_destroy of an object.  here: AMPI_STACK. */
 static void ampi_object_end(ampi_object *o, const char *function, uintptr_t here) {
     if (o != NULL && ampi_may_destroy(o->amp, function, o->kind, o->made, here) == AMP_OK) ampi_object_destroy(o);
 }
 
-/* Who is gone.  The device's way between ranks cannot tell, the host's reducer can: it waits for all of them.  Asked
-   once, because all ranks ask once. */
+/* Adds to an error text which rank is missing.  The device's exchanges cannot find that out, but the program's reducer
+   can, since it waits for all ranks.  The reducer is called only once for this, because all ranks call it once. */
 static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     const amp_reducer *r = &amp->desc.reducer;
     const char *why = NULL;
@@ -13154,7 +13177,7 @@ static void ampi_host_parallel(void *user, int32_t n, void (*run)(void *arg, int
 }
 
 static int32_t ampi_world(const amp_context *amp) { return AMPI_MAX(ampi_settings(amp)->reducer.world, 1); }
-/* The reducer of what the context computes with. */
+/* The reducer for the memory that the context computes with. */
 static const amp_reducer *ampi_reducer(const amp_context *amp) {
     return amp->on_device.reduce != NULL ? &amp->on_device : &amp->desc.reducer;
 }
@@ -13194,7 +13217,7 @@ static const char *ampi_fp8_unread(const amp_fp8_recipe *r) {
                                        : NULL;
 }
 
-/* Also fills in the defaults that do not depend on the machine. */
+/* Checks a description, and fills in the defaults that do not depend on the machine. */
 static amp_result ampi_check_desc(amp_desc *d) {
     char list[80];
     const amp_system *s = &d->system;
@@ -13250,7 +13273,7 @@ static amp_result ampi_check_desc(amp_desc *d) {
     return AMP_OK;
 }
 
-/* The path in use, of those that this CPU has. */
+/* Chooses the path in use among the paths that this CPU has. */
 static amp_result ampi_choose_path(amp_desc *d, amp_machine *m) {
     if (d->cpu_path != AMP_CPU_DEFAULT && !ampi_cpu_has(&m->cpu, d->cpu_path))
         return ampi_fail(AMP_ERR_UNSUPPORTED, "amp_open",
@@ -13267,7 +13290,7 @@ static void ampi_fill_defaults(amp_desc *d, const amp_cpu_info *cpu) {
     if (d->reducer.world == 0) d->reducer.world = 1;
 }
 
-/* The file of tuned plans has one record: the backend's bytes. */
+/* The file of tuned plans has one record, with the backend's bytes. */
 #define AMPI_PLANS_KEY "plans"
 
 static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
@@ -13284,7 +13307,7 @@ static amp_result ampi_plans_parse(amp_context *amp, const amp_state *state) {
     return result;
 }
 
-/* A bad file must not stop training. */
+/* Reads tuned plans.  A bad file is not an error, because it must not stop training. */
 static void ampi_plans_read(amp_context *amp) {
     amp_state *state;
     amp_result result;
@@ -13342,7 +13365,7 @@ static amp_result ampi_choose_exactly(const amp_context *amp, amp_dtype wanted, 
                      amp->backend->name);
 }
 
-/* The same, which replaces a dtype that the device lacks by fallback, if given. */
+/* Chooses as ampi_choose_exactly does.  A dtype that the device lacks is replaced by fallback, if that is given. */
 static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     int none = fallback == AMP_DTYPE_DEFAULT;
     float rate;
@@ -13356,7 +13379,7 @@ static amp_result ampi_choose_here(const amp_context *amp, amp_dtype wanted, amp
     return AMP_OK;
 }
 
-/* The dtype that regions compute in.  Level O0 is fp32 throughout. */
+/* The dtype that regions compute in.  At level O0 it is always fp32. */
 static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_dtype fallback, amp_choice *out) {
     amp_choice other;
     if (fallback != AMP_DTYPE_DEFAULT) AMPI_TRY(ampi_choose_exactly(amp, fallback, 0, &other));
@@ -13366,7 +13389,7 @@ static amp_result ampi_choose_for(const amp_context *amp, amp_dtype wanted, amp_
     return ampi_chosen(out, AMP_F32, 0, 0, "level O0 computes in fp32");
 }
 
-/* The dtype of regions that name none: the context's, unless another one is wanted. */
+/* The dtype of regions that name none.  It is the context's, unless another one is wanted. */
 static amp_result ampi_choose_regions(const amp_context *amp, amp_dtype wanted, amp_dtype fallback,
                                       const amp_choice *context, amp_choice *out) {
     *out = *context;
@@ -13383,14 +13406,14 @@ static int32_t ampi_may_tf32(const amp_context *amp, int32_t wanted) {
     return 0;
 }
 
-/* From now on the CPU backend computes by this path, which the CPU has.  The dtype stays. */
+/* Makes the CPU backend compute by this path from now on.  The CPU must have the path.  The dtype stays. */
 static void ampi_use_path(amp_context *amp, amp_cpu_path path) {
     const amp_choice was = amp->choice;
     amp->desc.cpu_path = amp->machine.cpu.path = path;
     ampi_cpu_use_path(amp->dev, path);
     ampi_cpu_as_device(&amp->machine.cpu, &amp->machine.device);
     amp->path_adopted = 1;
-    (void)amp_choose(&amp->machine, was.dtype, 1, &amp->choice);       /* its rate and reason on this path */
+    (void)amp_choose(&amp->machine, was.dtype, 1, &amp->choice);       /* for the rate and the reason on this path */
     amp->choice.fell_back = was.fell_back;
     ampi_decisions_changed(amp);
 }
@@ -13410,7 +13433,7 @@ static amp_result ampi_open_threads(amp_context *amp) {
     return AMP_OK;
 }
 
-/* The host's own device memory, as the backend calls it. */
+/* Allocates device memory by the program's allocator, on behalf of the backend. */
 static void *ampi_memory_alloc(void *user, size_t bytes, int32_t device, void *stream) {
     const amp_context *amp = (const amp_context *)user;
     void *memory;
@@ -13457,7 +13480,7 @@ static amp_result ampi_open_device(amp_context *amp) {
     return (amp->backend->fill)(amp->dev, amp->cells, 0, sizeof *amp->cells, amp->desc.stream);
 }
 
-/* 1: the context has its mutex and condition. */
+/* Creates the context's mutex and condition.  1: both exist. */
 static int ampi_open_locks(amp_context *amp) {
     if (pthread_mutex_init(&amp->lock, NULL) != 0) return 0;
     if (pthread_cond_init(&amp->written, NULL) == 0) return 1;
@@ -13526,7 +13549,7 @@ AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *des
     return AMP_OK;
 }
 
-/* Stops objects that the host has not destroyed, and logs them. */
+/* Stops objects that the program has not destroyed, and logs them. */
 static void ampi_close_objects(amp_context *amp) {
     ampi_object *o;
     for (;;) {
@@ -13555,7 +13578,7 @@ static void ampi_close_device(amp_context *amp) {
 
 AMP_API AMPI_COLD void amp_close(amp_context *amp) {
     const amp_system *system;
-    /* in a child of fork(): locks may be held, the device is the parent's */
+    /* in a child of fork(), locks may be held, and the device belongs to the parent */
     if (amp == NULL || amp->process != getpid()) return;
     if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
@@ -13603,7 +13626,7 @@ AMP_API amp_result amp_query_choice(const amp_context *amp, amp_choice *out) {
     return AMP_OK;
 }
 
-/* Levels O2 and O3 store weights in the dtype chosen at opening. */
+/* Checks that a new dtype stores weights alike.  Levels O2 and O3 store them in the dtype chosen at opening. */
 static amp_result ampi_check_switch(const amp_context *amp, const char *function, amp_dtype dtype) {
     if (amp->desc.level < AMP_LEVEL_O2 || ampi_stored(dtype) == ampi_stored(amp->choice.dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
@@ -13611,7 +13634,7 @@ static amp_result ampi_check_switch(const amp_context *amp, const char *function
                      amp_dtype_name(ampi_stored(amp->choice.dtype)));
 }
 
-/* changed 0: only the reason differs. */
+/* Switches the dtype.  changed is 0 if only the reason differs. */
 static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dtype regions, int changed) {
     if (changed) ampi_tell_fallback(amp, choice);
     amp->choice = *choice;
@@ -13621,7 +13644,7 @@ static void ampi_switch_dtype(amp_context *amp, const amp_choice *choice, amp_dt
     ampi_notify(amp, AMPI_CASTS_OUTDATED, 0);
 }
 
-/* An amp_adapt's layers begin in the context's dtype. */
+/* Refuses another dtype while an amp_adapt exists, because its layers begin in the context's dtype. */
 static amp_result ampi_check_observed(const amp_context *amp, const char *function, int disable, amp_dtype dtype) {
     if (amp->observer == NULL || (!disable && dtype == amp->desc.autocast_dtype)) return AMP_OK;
     return ampi_fail(AMP_ERR_CONFLICT, function,
@@ -13663,7 +13686,7 @@ static int64_t ampi_block_slot(const ampi_block *blocks, int64_t capacity, const
     return i;
 }
 
-/* ampi_lock_and_grow for one more block: the table stays at most half full. */
+/* Does the same as ampi_lock_and_grow, for one more block.  The table stays at most half full. */
 static amp_result ampi_lock_with_block(amp_context *amp) {
     for (ampi_lock(amp); 2 * (amp->n_blocks + 1) > amp->block_capacity; ampi_lock(amp)) {
         int64_t old = amp->block_capacity, bigger = old ? 2 * old : 64, i;
@@ -13687,7 +13710,8 @@ static amp_result ampi_lock_with_block(amp_context *amp) {
     return AMP_OK;
 }
 
-/* Removes a block, closing the gap in its probe chain; returns its bytes, 0: not found.  Called with the lock held. */
+/* Removes a block, and closes the gap in its probe chain.  Returns the block's bytes, or 0 if it was not found.  Called
+   with the lock held. */
 static int64_t ampi_block_take(amp_context *amp, const void *ptr) {
     int64_t mask = amp->block_capacity - 1, hole, i;
     ampi_block block;
@@ -13765,7 +13789,7 @@ AMP_API amp_result amp_fill(amp_context *amp, void *dst, int value, int64_t byte
                           amp->desc.stream));
 }
 
-/* Reports finite numbers too large for an operand of a product: cut, or now infinite. */
+/* Reports finite numbers that are too large for an operand of a product.  They were cut, or are now infinite. */
 static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_t count, int cut) {
     int loud = cut || note->input == 1, id = loud ? 1011 : 1012;
     ampi_lock(amp);
@@ -13783,7 +13807,7 @@ static void ampi_input_note(amp_context *amp, const amp_k_cut_note *note, int64_
                  : "cut by saturate_inputs; if they are gradients, the loss scaler does not see that they overflow");
 }
 
-/* Waits for the device and reads the cells. */
+/* Waits for the device, and reads the cells. */
 static amp_result ampi_read_cells(amp_context *amp, ampi_cells *out) {
     int64_t more;
     AMPI_TRY((amp->backend->copy)(amp->dev, out, amp->cells, sizeof *out, AMP_COPY_TO_HOST, amp->desc.stream));
@@ -13822,7 +13846,7 @@ AMP_API amp_result amp_event_wait(amp_context *amp, void *event) {
                : ampi_as("amp_event_wait", (amp->backend->event_wait)(amp->dev, event, amp->desc.stream));
 }
 
-/* What the context itself counts. */
+/* The numbers that the context itself counts. */
 static void ampi_memory_counted(const amp_context *amp, amp_memory_info *out) {
     ampi_lock(amp);
     out->allocated = amp->allocated;
@@ -13876,7 +13900,8 @@ static int ampi_is_known(const amp_context *amp, const amp_param *p) {
     return p->id != 0 && p->context == amp->serial && p->place == p;
 }
 
-/* NULL, unregistered parameters and this context's are allowed; once their weights are there. */
+/* Checks a parameter, and waits until its weight is gathered.  NULL, unregistered parameters and this context's
+   parameters are allowed. */
 static amp_result ampi_check_known(const amp_context *amp, const char *function, const amp_param *p) {
     if (p == NULL) return AMP_OK;
     if (p->id == 0 || ampi_is_known(amp, p)) return ampi_weights_whole(amp, function, p);
@@ -13937,8 +13962,8 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
     return AMP_OK;
 }
 
-/* Drops a range of parameters: all, or only those registered elsewhere since, or with reused memory.  Called with the
-   lock held; AMPI_PARAMS_FORGOTTEN follows. */
+/* Drops a range of parameters: all of them, or only those that were registered elsewhere since or whose memory was
+   reused.  Called with the lock held.  AMPI_PARAMS_FORGOTTEN follows. */
 static void ampi_params_drop(amp_context *amp, const amp_param *params, int64_t n, int all) {
     int64_t i, kept = 0;
     for (i = 0; i < amp->n_params; i++) {
@@ -13964,7 +13989,7 @@ AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *par
     for (i = 0; i < n && result == AMP_OK; i++) result = ampi_check_param(amp, params, i);
     for (i = 0; i < n && result == AMP_OK; i++) {
         amp_param *p = &params[i];
-        if (p->id != 0) p->master = NULL;       /* another context's */
+        if (p->id != 0) p->master = NULL;       /* the master belongs to another context */
         p->id = ampi_serial();
         p->context = amp->serial;
         p->place = p;
@@ -13983,14 +14008,15 @@ AMP_API AMPI_COLD amp_result amp_param_register(amp_context *amp, amp_param *par
 
 AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     if (amp == NULL || params == NULL) return;
-    ampi_weights_whole(amp, "amp_param_forget", NULL);      /* you may free them now */
+    ampi_weights_whole(amp, "amp_param_forget", NULL);      /* your program may free them after this call */
     ampi_lock(amp);
     ampi_params_drop(amp, params, n, 1);
     ampi_unlock(amp);
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
 }
 
-/* Parameters that `from` steps, or all of `params` with from NULL, are stepped by `to`; NULL: by nobody. */
+/* Sets the optimizer that steps parameters to `to`, or with NULL to none.  The parameters are those that `from` steps,
+   or with from NULL all of `params`. */
 static void ampi_params_stepper(amp_context *amp, const amp_param *params, int64_t n, const void *from,
                                 const void *to) {
     ampi_fp8_table *t;
@@ -14372,13 +14398,14 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) {
 
 /* ==== 8 >>autocast: implementation ==== */
 
-/* ---- Emptying the cast cache (see below) */
+/* ---- Emptying the cast cache, which is described below */
 
-/* Which copies to free, never one in use.  DROPPED: only dropped ones.  IDLE: all, but those handed to the host only if
-   no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit under the limit.  ALL. */
+/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all, but those that the
+   program has got only if no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit
+   under the limit.  ALL: all of them. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
-/* Frees one of them; 0: there is none.  While graphs live all stay, as they may use them. */
+/* Frees one of these copies.  0: there is none.  While graphs live, all copies stay, because graphs may use them. */
 static int ampi_cache_free_one(amp_context *amp, ampi_copies which, int64_t more) {
     int64_t oldest = -1, i;
     void *data = NULL;
@@ -14411,7 +14438,7 @@ static void ampi_cache_clear_idle(amp_context *amp) { while (ampi_cache_free_one
 
 /* ---- Overrides of layers */
 
-/* A name that rules may match, with the lock held. */
+/* Marks the rules that a name matches as met, and notes names that are near.  Called with the lock held. */
 static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parameter) {
     int64_t i;
     for (i = 0; i < amp->n_layers; i++) {
@@ -14431,8 +14458,8 @@ static void ampi_hook_layers_meet(amp_context *amp, const char *name, int parame
     }
 }
 
-/* Warns once about each rule that matched nothing: when no region is open, the parameters are known and layers ran; and
-   when the context closes. */
+/* Warns once about each rule that matched nothing.  That is done when no region is open, if the parameters are known
+   and layers have run.  It is also done when the context closes. */
 static void ampi_hook_layers_tell(amp_context *amp, int closing) {
     ampi_layer_rule found;
     int64_t i;
@@ -14456,7 +14483,7 @@ static void ampi_hook_layers_tell(amp_context *amp, int closing) {
 
 static amp_result ampi_layer_set(amp_context *amp, const char *function, const char *pattern, amp_dtype dtype) {
     amp_choice choice;
-    int64_t i, kept = 0;                /* others read n_layers without the lock */
+    int64_t i, kept = 0;                /* other threads read n_layers without the lock */
     int unmet = 0;
     if (strlen(pattern) >= sizeof amp->layers->pattern)
         return ampi_fail(AMP_ERR_RANGE, function, "pattern has %zu bytes, must have at most 127", strlen(pattern));
@@ -14483,7 +14510,7 @@ static amp_result ampi_layer_set(amp_context *amp, const char *function, const c
     return AMP_OK;
 }
 
-/* Room for n more rules, so that setting them cannot fail for memory. */
+/* Makes room for n more rules, so that setting them cannot fail for lack of memory. */
 static amp_result ampi_layers_reserve(amp_context *amp, const char *function, int64_t n) {
     AMPI_TRY(ampi_lock_and_grow(amp, function, (void **)&amp->layers, &amp->n_layers, n, &amp->layer_capacity,
                                 sizeof *amp->layers));
@@ -14491,14 +14518,15 @@ static amp_result ampi_layers_reserve(amp_context *amp, const char *function, in
     return AMP_OK;
 }
 
-/* 1: a file of settings can have this name: none of these characters is in it, and none that is not printed. */
+/* 1: a file of settings can have this name.  The name then has none of these characters, and only characters that are
+   printed. */
 static int ampi_layers_may_name(const char *name, const char *none) {
     const char *c;
     for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
     return name[0] != 0;
 }
 
-/* The next of "pattern dtype, pattern dtype".  1: found; 0: the end; -1: something else. */
+/* Parses the next pair of "pattern dtype, pattern dtype".  1: found; 0: the text ends; -1: there is something else. */
 static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
     char dtype[32];
     size_t n, m;
@@ -14516,7 +14544,7 @@ static int ampi_layers_next(const char **text, ampi_layer_rule *out) {
     if (amp_dtype_parse(dtype, &out->dtype) != AMP_OK || !ampi_is_compute(out->dtype)) return -1;
     return **text == 0 || **text == ',' ? 1 : -1;
 }
-/* How many there are; -1: it is no such text. */
+/* The number of pairs.  -1: the text is not a list of pairs. */
 static int64_t ampi_layers_count(const char *text) {
     ampi_layer_rule rule;
     int64_t n = 0;
@@ -14525,7 +14553,7 @@ static int64_t ampi_layers_count(const char *text) {
     return found < 0 ? -1 : n;
 }
 
-/* Whether they can be set; text may be NULL. */
+/* Checks whether the rules of a text can be set, and makes room for them.  text may be NULL. */
 static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, const char *text, amp_dtype fallback) {
     int64_t n = text == NULL ? 0 : ampi_layers_count(text);
     ampi_layer_rule rule;
@@ -14538,7 +14566,7 @@ static amp_result ampi_hook_layers_may(amp_context *amp, const char *function, c
         AMPI_TRY(ampi_as(function, ampi_choose_here(amp, rule.dtype, fallback, &choice)));
     return ampi_layers_reserve(amp, function, n);
 }
-/* ... after which this does not fail. */
+/* Sets the rules of a text.  This does not fail after ampi_hook_layers_may. */
 static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, const char *text) {
     ampi_layer_rule rule;
     while (text != NULL && ampi_layers_next(&text, &rule) > 0)
@@ -14550,17 +14578,17 @@ static amp_result ampi_hook_layers_set(amp_context *amp, const char *function, c
 
 enum { AMPI_REGION_DEPTH = 32 };
 
-/* recompute not 0: opened by amp_recompute_begin, or by a tape that runs what it decided before; desc is the enclosing
-   region's. */
+/* An open region.  recompute is not 0 if it was opened by amp_recompute_begin, or by a tape that repeats earlier
+   decisions.  Then desc is that of the enclosing region. */
 enum { AMPI_RECOMPUTES = 1, AMPI_REPLAYS = 2 };
 typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int recompute; } ampi_region;
 
-/* What gradients are multiplied by after this thread's last loss: the context's serial and ampi_rescaled then, and the
-   scale's id.  open: no operator has added to a gradient since. */
+/* The factor of gradients after this thread's last loss: the serial of the context, ampi_rescaled at that time, and the
+   id of the scale.  open: no operator has added to a gradient since. */
 typedef struct ampi_seed { uint64_t context, rescaled, scale; int open; } ampi_seed;
 
-/* This thread's stack of regions, ampi_thread.regions high, amp_gemm's last plan with its `decisions` (0: none), and
-   the last loss. */
+/* This thread's stack of regions, which is ampi_thread.regions high, and its last loss.  Also the last plan of amp_gemm
+   with its `decisions` (0: there is none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     uint64_t decided;
@@ -14568,8 +14596,8 @@ static AMPI_THREAD_LOCAL struct {
     ampi_seed seed;
 } ampi_regions;
 
-/* A loss starts its gradient from the number at this address.  After two losses under different scales it is not known
-   whose backward comes first. */
+/* Notes that a loss starts its gradient from the number at this address.  After two losses under different scales the
+   scale is not known, because either backward may come first. */
 static void ampi_seed_set(amp_context *amp, const float *at) {
     ampi_seed *s = &ampi_regions.seed, now;
     now.context = amp->serial;
@@ -14579,19 +14607,19 @@ static void ampi_seed_set(amp_context *amp, const float *at) {
     if (s->open && s->context == now.context && s->rescaled == now.rescaled && s->scale != now.scale) now.scale = 0;
     *s = now;
 }
-/* The id of the scale that this thread's backward runs under, for gradients that it adds to now; 0: not known. */
+/* The id of the scale that this thread's backward runs under, for gradients that it adds to now.  0: not known. */
 static uint64_t ampi_seed_scale(const amp_context *amp) {
     ampi_seed *s = &ampi_regions.seed;
     s->open = 0;
     return s->context == amp->serial && s->rescaled == ampi_rescaled(amp) ? s->scale : 0;
 }
-/* Before a backward whose losses are all its own. */
+/* Called before a backward whose losses all run within it, so that losses before it do not matter. */
 static void ampi_seed_forget(void) { ampi_regions.seed.open = 0; }
-/* A forward begins, or a step ends: the loss before says nothing of the next backward, which may start from numbers of
-   the program's own. */
+/* Called when a forward begins or a step ends.  The loss before then has no meaning for the next backward, which may
+   start from numbers of the program. */
 static void ampi_seed_drop(void) { ampi_regions.seed.context = 0; }
 
-/* This context's innermost entry and its settings; NULL: none. */
+/* This context's innermost region, and its settings.  NULL: there is none. */
 static const ampi_region *ampi_region_top(const amp_context *amp) {
     int i = ampi_thread.regions;
     while (--i >= 0)
@@ -14603,7 +14631,7 @@ static const amp_autocast_desc *ampi_region_of(const amp_context *amp) {
     return top ? &top->desc : NULL;
 }
 
-/* Whether the recorded plans are followed, and how; 0: they are not. */
+/* Whether the recorded plans are followed, and how.  0: they are not. */
 static int ampi_follows(const amp_context *amp) {
     int i = ampi_thread.regions;
     while (--i >= 0)
@@ -14612,7 +14640,7 @@ static int ampi_follows(const amp_context *amp) {
 }
 static int ampi_is_recomputing(const amp_context *amp) { return ampi_follows(amp) == AMPI_RECOMPUTES; }
 
-/* Ends entry i of this thread. */
+/* Ends region i of this thread. */
 static void ampi_region_remove(int i) {
     amp_context *amp = (amp_context *)(uintptr_t)ampi_regions.at[i].amp;
     ampi_thread.regions--;
@@ -14626,7 +14654,7 @@ static void ampi_region_remove(int i) {
 }
 static void ampi_region_drop(void) { ampi_region_remove(ampi_thread.regions - 1); }
 
-/* Ends this thread's regions of one context, or (NULL) of closed ones; returns how many. */
+/* Ends this thread's regions of one context, or with NULL those of closed contexts.  Returns how many. */
 static int ampi_regions_end(const amp_context *amp) {
     int i, n = 0;
     for (i = ampi_thread.regions - 1; i >= 0; i--)
@@ -14637,12 +14665,12 @@ static int ampi_regions_end(const amp_context *amp) {
     return n;
 }
 
-/* Ends those of callbacks that an exception left ... */
+/* Ends the regions of callbacks that an exception left. */
 static void ampi_regions_left(void) {
     while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
     ampi_thread.left = 0;
 }
-/* ... and those of closed contexts. */
+/* Ends these, and the regions of closed contexts. */
 static void ampi_regions_tidy(void) {
     ampi_regions_left();
     (void)ampi_regions_end(NULL);
@@ -14672,7 +14700,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
     }
 }
 
-/* Ends a thread's regions with it. */
+/* Ends a thread's regions when the thread ends. */
 static void ampi_thread_left(void *value) {
     (void)value;
     while (ampi_thread.regions > 0) ampi_region_drop();
@@ -14712,7 +14740,7 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
     return AMP_OK;
 }
 
-/* Whether entry i of this thread may be closed: by a callback only what it opened. */
+/* Checks whether region i of this thread may be closed.  A callback may close only regions that it opened. */
 static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || i >= c->regions) return AMP_OK;
@@ -14721,7 +14749,7 @@ static amp_result ampi_region_is_own(const char *function, int i, uintptr_t here
                      c->what);
 }
 
-/* amp is only compared: it may have been closed. */
+/* Closes the innermost region.  amp is only compared, because it may have been closed. */
 static amp_result ampi_region_pop(const amp_context *amp, const char *function, int recompute) {
     const ampi_region *top;
     ampi_regions_tidy();
@@ -14740,7 +14768,7 @@ static amp_result ampi_region_pop(const amp_context *amp, const char *function, 
     return AMP_OK;
 }
 
-/* A disabled region with the context's settings. */
+/* The settings of a disabled region, which are otherwise the context's. */
 static amp_autocast_desc ampi_outside(const amp_context *amp) {
     amp_autocast_desc d;
     memset(&d, 0, sizeof d);
@@ -14781,8 +14809,8 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 }
 
 #if !defined(AMP_NO_CARE)
-/* Around a callback of the host: regions opened in it inherit nothing from the enclosing ones.  Returns the depth to
-   pass to ampi_regions_close. */
+/* Called before a callback of the program, so that regions opened in it inherit nothing from the enclosing ones.
+   Returns the depth to pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_thread.regions;
     amp_autocast_desc outside = ampi_outside(amp);
@@ -14822,7 +14850,8 @@ AMP_API int32_t amp_autocast_active(const amp_context *amp, amp_autocast_desc *o
 
 /* ---- Policies */
 
-/* The built-in operators, in the order of amp_operator: name, and policies FUSED and TORCH (PyTorch's CUDA lists). */
+/* The built-in operators, in the order of amp_operator.  Each has a name, and the policies FUSED and TORCH (PyTorch's
+   CUDA lists). */
 static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_builtins[AMPI_BUILTIN_OPS] = {
     {"none", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"linear", {AMP_CAST_LOWER, AMP_CAST_LOWER}},
@@ -14840,7 +14869,7 @@ static const struct ampi_builtin { const char *name; uint8_t policy[2]; } ampi_b
     {"dropout", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"add", {AMP_CAST_FALLTHROUGH, AMP_CAST_FALLTHROUGH}},
     {"rope", {AMP_CAST_FP32_STORE, AMP_CAST_FALLTHROUGH}},
-    {"linear_cross_entropy", {AMP_CAST_LOWER, AMP_CAST_LOWER}},     /* its product; the loss is fp32 */
+    {"linear_cross_entropy", {AMP_CAST_LOWER, AMP_CAST_LOWER}},     /* for its product; the loss is fp32 */
 };
 
 enum { AMPI_BUILTINS_FIT = 1 / ((int)AMPI_BUILTIN_OPS <= (int)AMPI_MOST_OPS) };
@@ -14863,7 +14892,8 @@ static amp_cast_policy ampi_policy_of(const amp_context *amp, int32_t op, amp_po
     return (amp_cast_policy)ampi_builtins[op].policy[table == AMP_POLICY_TORCH];
 }
 
-/* The last override whose pattern matches; AMP_DTYPE_DEFAULT: none.  Called with the lock held. */
+/* The dtype of the last override whose pattern matches.  AMP_DTYPE_DEFAULT: none matches.  Called with the lock
+   held. */
 static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
     int64_t i = amp->n_layers;
     if (layer == NULL) return AMP_DTYPE_DEFAULT;
@@ -14876,7 +14906,7 @@ static amp_dtype ampi_layer_found(const amp_context *amp, const char *layer) {
         if (ampi_match(amp->layers[i].pattern, layer)) return amp->layers[i].dtype;
     return AMP_DTYPE_DEFAULT;
 }
-/* The same, without the lock. */
+/* Does the same, but is called without the lock. */
 static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     amp_dtype dtype;
     if (layer == NULL || __atomic_load_n(&amp->n_layers, __ATOMIC_RELAXED) == 0) return AMP_DTYPE_DEFAULT;
@@ -14886,13 +14916,13 @@ static amp_dtype ampi_layer_dtype(const amp_context *amp, const char *layer) {
     return dtype;
 }
 
-/* The smallest dtype that holds both in range and precision. */
+/* The smallest dtype that includes both in range and precision. */
 static amp_dtype ampi_wider(amp_dtype a, amp_dtype b) {
     if (a == AMP_DTYPE_DEFAULT || a == b) return b;
     return b == AMP_DTYPE_DEFAULT ? a : AMP_F32;
 }
 
-/* The widest of the inputs that a region may cast; AMP_DTYPE_DEFAULT: none. */
+/* The widest of the inputs that a region may cast.  AMP_DTYPE_DEFAULT: there is none. */
 static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     amp_dtype widest = AMP_DTYPE_DEFAULT;
     int32_t i;
@@ -14901,7 +14931,7 @@ static amp_dtype ampi_widest(const amp_dtype *inputs, int32_t n) {
     return widest;
 }
 
-/* What the inputs promote to without a region: here fp64 counts. */
+/* The dtype that the inputs promote to without a region.  Here fp64 counts too. */
 static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype widest) {
     int32_t i;
     for (i = 0; i < n; i++)
@@ -14909,12 +14939,12 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
     return widest == AMP_DTYPE_DEFAULT ? AMP_F32 : widest;
 }
 
-/* Matrix products use a region's dtype, and TF32. */
+/* 1: the operator is a matrix product.  Only these use a fallback dtype and TF32. */
 static int ampi_is_product(int32_t op) {
     return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
 }
 
-/* Applies a policy to the widest input; dtype is the region's or the layer's. */
+/* Applies a policy to the widest input.  dtype is the region's or the layer's. */
 static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype widest, amp_plan *out) {
     switch (policy) {
         case AMP_CAST_LOWER: out->compute = dtype; out->result = ampi_stored(dtype); break;
@@ -14928,7 +14958,7 @@ static void ampi_apply_policy(amp_cast_policy policy, amp_dtype dtype, amp_dtype
     }
 }
 
-/* The decision in an enabled region. */
+/* Decides about an operator in an enabled region. */
 static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc *region, int32_t op, const char *layer,
                                  amp_dtype widest, amp_plan *out) {
     amp_cast_policy policy = ampi_policy_of(amp, op, region->policy, &out->rule);
@@ -14950,7 +14980,8 @@ static amp_result ampi_decide_in(const amp_context *amp, const amp_autocast_desc
     return AMP_OK;
 }
 
-/* Takes no lock: operators and overrides are set up before threads use the context. */
+/* Decides about an operator.  It takes no lock, because operators and overrides are set up before threads use the
+   context. */
 static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
                               amp_plan *out) {
     const ampi_region *top;
@@ -14985,7 +15016,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     if (out->compute == AMP_F32 && amp->desc.allow_tf32 && ampi_is_product(op)) out->compute = AMP_TF32;
     if (op == AMP_OP_LINEAR_CROSS_ENTROPY) out->result = AMP_F32;
     out->saturate = region != NULL && !region->disable && region->saturate_inputs && out->compute != AMP_F32 &&
-                    out->compute != AMP_FP8;      /* saturates anyway */
+                    out->compute != AMP_FP8;      /* it saturates anyway */
     return AMP_OK;
 }
 
@@ -14993,7 +15024,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
 
 typedef enum ampi_cache_use { AMPI_CACHE_UNUSED, AMPI_CACHE_MISS, AMPI_CACHE_HIT } ampi_cache_use;
 
-/* 1: this text is new and was added; 2: also the last that fits. */
+/* Adds a text to the table of decisions.  1: it is new and was added.  2: it is also the last that fits. */
 static int ampi_told_add(amp_context *amp, const char *text) {
     uint64_t hash = ampi_text_hash(text) | 1, i = hash >> 8;
     void *scratch = NULL;
@@ -15119,8 +15150,9 @@ AMP_API amp_result amp_layer_override(amp_context *amp, const char *pattern, amp
     return ampi_layer_set(amp, "amp_layer_override", pattern, dtype);
 }
 
-/* ---- The cast cache: copies of registered weights by (id, dtype, kind), rewritten when the version changes.  A copy
-   is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
+/* ---- The cast cache.  It holds copies of registered weights by (id, dtype, kind), which are rewritten when the
+   version changes.  One thread writes a copy, and others that need it meanwhile wait.  Writing, allocating and freeing
+   run without the lock. */
 
 static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind kind, int64_t *new_inf,
                            amp_k_pack *out) {
@@ -15135,9 +15167,9 @@ static void ampi_pack_args(const amp_param *p, amp_dtype dtype, ampi_pack_kind k
     out->new_inf = new_inf;
 }
 
-/* ---- FP8: how operands of linear layers are rounded, and what is recorded of them */
+/* ---- FP8: the rounding of operands of linear layers, and the records of it */
 
-/* The weight's table and its place there; NULL: it has none. */
+/* The table of a weight, and the weight's place there.  NULL: it has none. */
 static ampi_fp8_table *ampi_fp8_find(const amp_context *amp, uint64_t id, int *at) {
     ampi_fp8_table *t;
     for (t = amp->fp8; t != NULL; t = t->next)
@@ -15196,7 +15228,7 @@ static void ampi_fp8_settle(amp_context *amp, uint64_t id, ampi_fp8_table **tabl
     (*table)->users[*at] = pthread_self();
     ampi_unlock(amp);
 }
-/* The same, with a place for a weight that had none; use 1: this thread uses its layer. */
+/* Finds the place of a weight, or gives a new place to a weight that has none.  use 1: this thread uses its layer. */
 static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp8_table **table, int *at) {
     amp_result result;
     int is_new;
@@ -15216,8 +15248,8 @@ static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp
     return result;
 }
 
-/* With several ranks: places for all weights that may need one, so that they are the same on every rank, whichever
-   layers each uses, and in whichever order. */
+/* Gives places to all weights that may need one, for contexts with several ranks.  Then the places are the same on
+   every rank, whichever layers each rank uses, and in whichever order. */
 static amp_result ampi_fp8_expect(amp_context *amp, const amp_param *params, int64_t n) {
     ampi_fp8_table *t;
     int64_t i;
@@ -15232,7 +15264,8 @@ static amp_dtype ampi_fp8_format(const amp_context *amp, amp_fp8_tensor tensor) 
     return tensor == AMP_FP8_DY && amp->desc.fp8.format == AMP_FP8_HYBRID ? AMP_E5M2 : AMP_E4M3;
 }
 
-/* How a tensor is rounded without its layer's records; with delayed scaling by its own magnitudes. */
+/* The rounding of a tensor without its layer's records.  With delayed scaling it then uses the tensor's present
+   magnitudes. */
 static amp_k_fp8 ampi_fp8_alone(const amp_context *amp, amp_fp8_tensor tensor) {
     const amp_fp8_recipe *r = &amp->desc.fp8;
     amp_k_fp8 how;
@@ -15244,7 +15277,7 @@ static amp_k_fp8 ampi_fp8_alone(const amp_context *amp, amp_fp8_tensor tensor) {
     return how;
 }
 
-/* How a tensor of a weight's layer is rounded; record: see amp_k_fp8. */
+/* The rounding of a tensor of a weight's layer.  amp_k_fp8 describes record. */
 static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param *w, amp_fp8_tensor tensor, int record,
                                amp_k_fp8 *how) {
     const amp_fp8_recipe *r = &amp->desc.fp8;
@@ -15263,7 +15296,7 @@ static amp_result ampi_fp8_how(amp_context *amp, const char *f, const amp_param 
     return AMP_OK;
 }
 
-/* Which weights of a table end their step with this thread's step of an optimizer. */
+/* The weights of a table that end their step with this thread's step of an optimizer, as bits. */
 static uint64_t ampi_fp8_due(const amp_context *amp, const ampi_fp8_table *t, const void *stepper) {
     uint64_t due = 0;
     int i;
@@ -15301,7 +15334,7 @@ static amp_result ampi_fp8_copy(const amp_context *amp, void *dst, const void *s
     return (amp->backend->stream_sync)(amp->dev, amp->desc.stream);
 }
 
-/* Fetches n slots, which another thread may be adding to. */
+/* Fetches n slots, while another thread may be adding to them. */
 static amp_result ampi_fp8_read(const amp_context *amp, const amp_k_fp8_slot *from, amp_k_fp8_slot *to, int n) {
     if (!amp->backend->host_visible)
         return ampi_fp8_copy(amp, to, from, n * (int64_t)sizeof *to, AMP_COPY_TO_HOST);
@@ -15344,7 +15377,8 @@ AMP_API amp_result amp_fp8_stats_get(const amp_context *amp, const amp_param *we
 #if !defined(AMP_NO_WATCH)
 static const char *const ampi_fp8_roles[] = {"x", "weight", "dy"};
 
-/* What is recorded of the tensors of registered parameter i, .last being their last step; *name NULL: there is none. */
+/* The records of the tensors of registered parameter i.  .last is their last step.  *name NULL: there is no such
+   parameter. */
 static amp_result ampi_fp8_look(const amp_context *amp, int64_t i, const char **name, amp_k_fp8_slot slots[3]) {
     const ampi_fp8_table *t;
     int at, j;
@@ -15362,7 +15396,8 @@ static double ampi_fp8_share(const amp_k_fp8_slot *slot, int64_t part) {
     return (double)part / (double)AMPI_MAX(slot->last.values, (int64_t)1);
 }
 
-/* The largest shares of a tensor's numbers that saturated and underflowed; where: the first of the former. */
+/* The largest shares of a tensor's numbers that saturated and that underflowed.  where: the first tensor with the
+   largest share of saturated numbers. */
 static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, double *saturated, double *underflowed,
                                  char where[80]) {
     amp_k_fp8_slot slots[3];
@@ -15384,8 +15419,9 @@ static amp_result ampi_fp8_worst(const amp_context *amp, int64_t *tensors, doubl
 }
 #endif
 
-/* ---- The state of delayed scaling: records fp8 (the recipe and how many weights), fp8_names (a line each), and for
-   each weight three of fp8_updates, fp8_scales and fp8_amax, and 3 x history of fp8_history. */
+/* ---- The state of delayed scaling.  The record fp8 has the recipe and the number of weights, and fp8_names has a line
+   for each weight.  For each weight, fp8_updates, fp8_scales and fp8_amax have three numbers, and fp8_history has 3 x
+   history. */
 
 enum { AMPI_FP8_RECIPE = 6 };
 static void ampi_fp8_recipe_of(const amp_context *amp, int64_t n, int64_t recipe[AMPI_FP8_RECIPE]) {
@@ -15394,7 +15430,7 @@ static void ampi_fp8_recipe_of(const amp_context *amp, int64_t n, int64_t recipe
     recipe[3] = r->history; recipe[4] = r->margin; recipe[5] = n;
 }
 
-/* Host memory for n weights' records. */
+/* CPU memory for the records of n weights. */
 typedef struct ampi_fp8_saved {
     int64_t n, length;              /* length: of a history */
     int64_t *updates; float *scales, *amax, *history;
@@ -15436,7 +15472,8 @@ static AMPI_COLD amp_result ampi_fp8_move(const amp_context *amp, const ampi_fp8
     return ampi_fp8_copy(amp, save ? host : there, save ? there : host, 12, kind);
 }
 
-/* Weights with records, in the order in which they were registered; s NULL: only counts them and their names. */
+/* Collects the weights with records, in the order in which they were registered.  s NULL: only counts them and the
+   bytes of their names. */
 static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int64_t *n, int64_t *names_bytes) {
     int64_t i;
     int at;
@@ -15456,7 +15493,7 @@ static amp_result ampi_fp8_gather(const amp_context *amp, ampi_fp8_saved *s, int
     return AMP_OK;
 }
 
-/* One record, written or read. */
+/* Writes or reads one record. */
 static amp_result ampi_fp8_record(amp_state *to, const amp_state *from, const char *prefix, const char *name,
                                   amp_dtype dtype, void *values, int64_t n) {
     char key[AMPI_STATE_KEY];
@@ -15498,7 +15535,7 @@ AMP_API AMPI_COLD amp_result amp_fp8_save(const amp_context *amp, amp_state *sta
 }
 #endif
 
-/* The registered parameter that a line names, with a place for its records; *line moves on. */
+/* Finds the registered parameter that a line names, with a place for its records.  *line then is the next line. */
 static amp_result ampi_fp8_named(amp_context *amp, const char **line, const char *end, ampi_fp8_table **t, int *at) {
     const char *next = (const char *)memchr(*line, '\n', (size_t)(end - *line));
     int64_t i, bytes = next != NULL ? next - *line : end - *line;
@@ -15593,13 +15630,13 @@ AMP_API AMPI_COLD amp_result amp_fp8_load(amp_context *amp, const amp_state *sta
     r = ampi_fp8_records(NULL, state, prefix, &s);
     if (r == AMP_OK) r = ampi_fp8_load_checked(amp, &s);
     ampi_free(&amp->system, s.memory, s.bytes, 1);
-    if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have scales of their own */
+    if (r == AMP_OK) amp_cast_cache_clear(amp);     /* copies have separate scales */
     return ampi_as(f, r);
 }
 #endif
 
 #if !defined(AMP_NO_CARE)
-/* A table as it was, with its memory behind this, for steps that are undone. */
+/* A copy of a table, for steps that are undone.  The table's memory follows this struct. */
 typedef struct ampi_fp8_kept {
     struct ampi_fp8_kept *next;
     const ampi_fp8_table *table;
@@ -15614,7 +15651,7 @@ static void ampi_fp8_kept_free(const amp_context *amp, ampi_fp8_kept *kept) {
     }
 }
 
-/* Keeps all tables; waits. */
+/* Copies all tables, and waits for that. */
 static AMPI_COLD amp_result ampi_fp8_keep(const amp_context *amp, const char *f, ampi_fp8_kept **out) {
     int64_t bytes = ampi_fp8_table_bytes(amp);
     ampi_fp8_kept *all = NULL, *k;
@@ -15633,7 +15670,8 @@ static AMPI_COLD amp_result ampi_fp8_keep(const amp_context *amp, const char *f,
     return AMP_OK;
 }
 
-/* Weights that came since have no records again.  Copies of weights keep their scales: the caller clears the cache. */
+/* Restores the tables.  Weights that came since have no records again.  Copies of weights keep their scales, so the
+   caller clears the cache. */
 static amp_result ampi_fp8_restore(amp_context *amp, const ampi_fp8_kept *kept) {
     const ampi_fp8_table *t;
     const ampi_fp8_kept *k;
@@ -15683,8 +15721,9 @@ static int64_t ampi_cache_bytes(amp_context *amp, const amp_param *p, amp_dtype 
     return (int64_t)(amp->backend->gemm_pack_size)(amp->dev, &pack);
 }
 
-/* Finds the copy and marks it in use, or adds an entry for the caller to write: e->writing.  e->users 0: neither, since
-   this thread is writing another copy and must not wait.  refresh 1: writes it again at any version. */
+/* Finds the copy and marks it in use, or adds an entry for the caller to write (e->writing).  e->users is 0 if it does
+   neither, because this thread is writing another copy and must not wait.  refresh 1: the copy is written again at any
+   version. */
 static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                    int refresh, ampi_cache_entry *e) {
     ampi_cache_entry *at;
@@ -15735,7 +15774,7 @@ static amp_result ampi_cache_make(amp_context *amp, const amp_param *p, int repe
     return ampi_cache_fill(amp, p, e);
 }
 
-/* The copy is written, or not: then the old one is outdated, and after a failure dropped. */
+/* Ends the writing of a copy.  If it was not written, the old copy is outdated, and after a failure it is dropped. */
 static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_result result) {
     ampi_cache_entry *at;
     int64_t i;
@@ -15762,9 +15801,9 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
     if (result != AMP_OK) ampi_cache_free_dropped(amp);
 }
 
-/* How a copy is looked up.  REPEATED: as in amp_k_pack; REFRESH: it is written anew. */
+/* Ways to look up a copy.  REPEATED: as in amp_k_pack.  REFRESH: the copy is written anew. */
 enum { AMPI_LOOKUP_REPEATED = 1, AMPI_LOOKUP_REFRESH = 2 };
-/* Returns a copy in use, or *data NULL. */
+/* Returns a copy in use, or *data NULL if there is none. */
 static amp_result ampi_cache_lookup(amp_context *amp, const amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                     int how, const void **data, ampi_cache_use *use) {
     ampi_cache_entry e;
@@ -15785,8 +15824,9 @@ static int ampi_cache_is_off(const amp_context *amp) {
     return amp->desc.disable_cache || (region && region->disable_cache);
 }
 
-/* Returns a cached copy, which ampi_cache_put releases, or *data NULL: the parameter is not registered, the cache is
-   off, or the kernels need no copy.  Recomputing is not a repeated use, but the last one, meant to save memory. */
+/* Returns a cached copy, which ampi_cache_put releases.  *data is NULL if the parameter is not registered, the cache is
+   off, or the kernels need no copy.  Recomputing is not a repeated use.  It is the last use, and meant to save
+   memory. */
 static amp_result ampi_cache_get(amp_context *amp, amp_param *p, amp_dtype dtype, ampi_pack_kind kind,
                                  const void **data, ampi_cache_use *use) {
     uint64_t *in_use = &p->last_used[kind == AMPI_PACK_BACKWARD], now = p->version + 1;
@@ -15811,10 +15851,10 @@ static void ampi_cache_put(amp_context *amp, const void *data) {
     if (dropped) ampi_cache_free_dropped(amp);
 }
 
-/* ---- The copy of an fp32 weight that an optimizer writes too: up to date and used since the last step, or read by a
-   graph */
+/* ---- Copies of fp32 weights that an optimizer also writes.  Such a copy is up to date and has been used since the
+   last step, or a graph reads it. */
 
-/* The copy, in use until ampi_copy_end; NULL: none. */
+/* The copy, which is in use until ampi_copy_end.  NULL: there is none. */
 static void *ampi_copy_begin(amp_context *amp, const amp_param *p, amp_dtype *dtype) {
     ampi_cache_entry *best = NULL;
     void *data = NULL;
@@ -15917,7 +15957,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* graphs' copies are outdated */
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for copies that graphs use */
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
@@ -17943,9 +17983,9 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
 
 /* ==== 10 >>models: implementation ==== */
 
-/* An optimizer of parameters.  set: the weight from fp32 values, with all that is kept of it.  remainder: the lower 16
-   bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero: drops gradients, and begins a cycle.
-   grow: takes in parameters that have got a gradient. */
+/* The calls by which an optimizer keeps parameters.  set: sets the weight from fp32 values, with everything that is
+   kept for it.  remainder: the lower 16 bits of a bf16 weight, in memory of the backend; NULL: none are kept.  zero:
+   drops gradients, and begins a cycle.  grow: takes in parameters that have got a gradient. */
 typedef struct ampi_keeper {
     amp_result (*set)(void *owner, amp_param *p, const float *values);
     const void *(*remainder)(const void *owner, const amp_param *p);
@@ -17953,7 +17993,7 @@ typedef struct ampi_keeper {
     amp_result (*grow)(void *owner, const char *function);
 } ampi_keeper;
 
-/* A weight as fp32 on the host: its master if it has one; rest: its remainder, or NULL. */
+/* Reads a weight as fp32 into CPU memory, from its master if it has one.  rest: its remainder, or NULL. */
 static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_param *p, const void *rest,
                                   float *values) {
     amp_dtype dtype = p->master != NULL ? AMP_F32 : p->weight.dtype;
@@ -17977,13 +18017,13 @@ static amp_result ampi_param_read(amp_context *amp, const char *f, const amp_par
 
 enum { AMPI_MODEL_NAME = 96, AMPI_MODEL_PARAMS = 4096 };
 
-/* What the library keeps of a parameter besides amp_param. */
+/* The data that the library keeps for a parameter besides amp_param. */
 typedef struct ampi_model_row {
     char name[AMPI_MODEL_NAME];
     amp_init init; double value;
-    void *grad;                     /* param.grad.data, unless that is frozen */
+    void *grad;                     /* param.grad.data; it is kept here while frozen */
     void *owner; const ampi_keeper *keeper;         /* NULL: no optimizer has it */
-    int32_t rounded;                /* 1: loaded, from fp32 values that only a master could have held */
+    int32_t rounded;                /* 1: loaded from fp32 values that only a master could have held */
     int32_t thaws;                  /* 1: while it is being unfrozen */
 } ampi_model_row;
 
@@ -17997,7 +18037,7 @@ struct amp_model {
     char text[sizeof ampi_error_text];
 };
 
-/* A product that compilers neither fuse with a sum nor reorder: the same bits under every flag. */
+/* A product that compilers neither fuse with a sum nor reorder, so that the bits are the same under every flag. */
 static double ampi_times(double a, double b) { return ampi_f64_of_bits(ampi_bits_f64(a * b)); }
 
 /* The natural logarithm of a positive normal number, to about 1e-15: x = 2^e m, s = (m - 1) / (m + 1),
@@ -18032,7 +18072,7 @@ static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, dou
     }
 }
 
-/* The distribution's width: a deviation, a bound or a constant. */
+/* The width of a distribution.  It is a deviation, a bound or a constant. */
 static double ampi_init_width(const amp_tensor *w, amp_init init, double value) {
     double in = (double)(w->ndim > 1 ? w->shape[1] : w->shape[0]), out = (double)w->shape[0], gain;
     if (init == AMP_INIT_CONSTANT) return ampi_or(value, 0);
@@ -18054,7 +18094,8 @@ static int ampi_init_is_normal(amp_init init) {
            init == AMP_INIT_KAIMING_NORMAL;
 }
 
-/* The weight that parameter i starts with.  A truncated number that falls outside is drawn again, in another stream. */
+/* Computes the values that parameter i starts with.  A truncated number that falls outside is drawn again, in another
+   stream. */
 static void ampi_init_values(const amp_model *m, int64_t i, float *out, int64_t n) {
     const ampi_model_row *row = &m->rows[i];
     double width, pair[2], constant = 0;
@@ -18082,7 +18123,7 @@ static void ampi_init_values(const amp_model *m, int64_t i, float *out, int64_t 
     ampi_fp_end(host);
 }
 
-/* Writes fp32 values from the host into a weight. */
+/* Writes fp32 values from CPU memory into a weight. */
 static amp_result ampi_param_write(amp_context *amp, const char *f, amp_param *p, const float *values) {
     const amp_tensor *w = &p->weight;
     int64_t n = amp_tensor_count(w), bytes = n * (int64_t)amp_dtype_size(w->dtype);
@@ -18206,7 +18247,7 @@ AMP_API AMPI_COLD amp_param *amp_model_param(amp_model *model, const char *name,
     return NULL;
 }
 
-/* A failure that stuck, again: its text, with the name of the call that failed, under this call's. */
+/* Returns an earlier failure again.  Its text, with the name of the call that failed, follows the name of this call. */
 static amp_result ampi_fail_again(const char *function, amp_result result, const char *text) {
     const char *detail = strchr(text, ' ');
     snprintf(ampi_error_text, sizeof ampi_error_text, "AMP%04d %s: %.440s", (int)result, function,
@@ -18244,8 +18285,8 @@ AMP_API int64_t amp_model_bytes(const amp_model *model, int64_t *elements) {
     return bytes;
 }
 
-/* Gives the frozen parameters that match their gradients back.  Their optimizers make states for them, or all stay
-   frozen. */
+/* Unfreezes the parameters that match, by giving their gradients back.  Their optimizers make states for them.  If that
+   fails, all stay frozen. */
 static amp_result ampi_model_thaw(amp_model *m, const char *pattern) {
     const void *before = NULL;
     amp_result result = AMP_OK;
@@ -18284,7 +18325,7 @@ AMP_API AMPI_COLD amp_result amp_model_freeze(amp_model *model, const char *patt
     return ampi_fail_unmatched("amp_model_freeze", "pattern", pattern, &nearest);
 }
 
-/* Parameter i of a model: set from its initial values, so that a 16-bit weight gets a master with all the bits. */
+/* Sets parameter i of a model from its initial values, so that a 16-bit weight gets a master with all the bits. */
 static amp_result ampi_model_start(amp_model *m, int64_t i) {
     const amp_system *system = &m->object.amp->system;
     int64_t count = amp_tensor_count(&m->params[i].weight);
@@ -18297,7 +18338,8 @@ static amp_result ampi_model_start(amp_model *m, int64_t i) {
     return result;
 }
 
-/* Refuses parameters of models that another optimizer has: both would keep masters and step the weight. */
+/* Refuses parameters of models that belong to another optimizer, because both would keep masters and step the
+   weight. */
 static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
     ampi_object *o;
     int64_t i;
@@ -18310,7 +18352,8 @@ static amp_result ampi_models_check(amp_context *amp, const amp_param *params, i
     }
     return AMP_OK;
 }
-/* Tells the models of these parameters who sets their weights.  Those that are still what they started as are set. */
+/* Gives the models of these parameters the optimizer that sets their weights.  Weights that still have their initial
+   values are set. */
 static amp_result ampi_models_own(amp_context *amp, const amp_param *params, int64_t n, void *owner,
                                   const ampi_keeper *keeper) {
     ampi_object *o;
@@ -18355,7 +18398,7 @@ static const amp_model *ampi_model_of(const amp_context *amp, const amp_param *p
 }
 #endif
 
-/* Names and shapes, a line each: a file of another model has another text. */
+/* Names and shapes, one line for each parameter.  A file of another model has another text. */
 static amp_result ampi_model_names(const amp_model *m, const char *f, char **text, int64_t *bytes) {
     ampi_sheet s = ampi_sheet_of(NULL, 0);
     void *memory = NULL;
@@ -18381,7 +18424,7 @@ static int64_t ampi_model_largest(const amp_model *m) {
     return largest;
 }
 
-/* Records <prefix>.model_names and <prefix>.weight.I, in fp32. */
+/* Saves the records <prefix>.model_names and <prefix>.weight.I.  Weights are in fp32. */
 AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *state, const char *prefix) {
     const char *f = "amp_model_save";
     char key[AMPI_STATE_KEY], *text = NULL;
@@ -18412,7 +18455,7 @@ AMP_API AMPI_COLD amp_result amp_model_save(const amp_model *model, amp_state *s
     return ampi_state_take(state, own, r, f);
 }
 
-/* Checks that the state is of this model: text is what it should hold. */
+/* Checks that the state is of this model.  text is the content that it must have. */
 static amp_result ampi_model_matches(const amp_model *m, const amp_state *state, const char *f, const char *prefix,
                                      const char *text, int64_t bytes) {
     char key[AMPI_STATE_KEY], *saved;
@@ -21304,20 +21347,21 @@ static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
 #endif /* AMP_NO_TAPE */
 
 /* ==== 11 >>gradients: implementation ====
-   The host holds what it decides (stages, tables, settings).  Everything that rules change is in device memory: only
-   the getters, save and load wait for the device. */
+   The CPU's memory holds what the CPU decides: stages, tables and settings.  Everything that rules change is in device
+   memory, so that only the getters, save and load wait for the device. */
 
-/* What ranks say of rows follows what a check found, without a gap. */
+/* The numbers that ranks exchange about rows follow the result of a check in memory.  This division by zero is an error
+   if there is a gap between them. */
 enum { AMPI_SAID_FOLLOWS = 1 / (offsetof(amp_k_grad_stats, found_inf) + sizeof(float) == sizeof(amp_k_grad_stats)) };
 typedef enum ampi_stage { AMPI_READY = 0, AMPI_CHECKED = 1, AMPI_STEPPED = 2 } ampi_stage;
 typedef struct ampi_buckets ampi_buckets;
 
-/* Loose coupling: the weights that all ranks last had and the outer momentum, in fp32, of all rows one after the other,
-   in host memory. */
+/* Loose coupling: the weights that all ranks last had in common, and the outer momentum.  Both are in fp32 and in CPU
+   memory, and hold all rows one after the other. */
 typedef struct ampi_outer {
     float *anchor, *momentum, *piece;       /* piece: room for AMPI_OUTER_PIECE weights */
     uint16_t *low;                          /* room for n_low 16-bit numbers: twice as many, cut into parts of ranks */
-    float *said;                            /* what ranks say before they sum: weights of 1 + rank are bad, then rows */
+    float *said;                            /* said before ranks sum: 1 + rank if its weights are bad; then rows */
     int64_t n, n_low, n_said;
     int32_t begun;                          /* 1: anchor holds weights */
 } ampi_outer;
@@ -21327,11 +21371,11 @@ struct amp_grad_set {
     ampi_object object;
     amp_context *amp;
     int64_t n;
-    amp_k_tensor *rows, *table;     /* the host's copy, the device's */
+    amp_k_tensor *rows, *table;     /* the copy in CPU memory, the device's */
     amp_param **params;             /* per row; NULL: the rows are ranges */
-    amp_param *all; int64_t n_all;  /* those that may have a row, in the order of rows: once they have a gradient */
+    amp_param *all; int64_t n_all;  /* may have a row, in the order of rows, once with a gradient */
     amp_optimizer *optimizer;       /* whose set it is, or NULL */
-    /* before a check: takes in parameters that have got a gradient; NULL: a set of ranges */
+    /* called before a check: takes in parameters that have got a gradient; NULL: a set of ranges */
     amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
@@ -21339,17 +21383,18 @@ struct amp_grad_set {
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
-    /* Of params, with several ranks: room here for what all ranks say of the rows; NULL if `found` lies here too */
+    /* For a set with params and several ranks: the numbers that all ranks say of the rows; NULL if `found` is in CPU
+       memory */
     float *said; int64_t n_said;
     int32_t unsent;                 /* 1: rows have changed since they were last sent to `table` */
     int32_t apart;                  /* 1: no two gradients share memory */
-    int32_t by_host;                /* 1: of amp_grad_set_create */
+    int32_t by_host;                /* 1: made by amp_grad_set_create */
     int32_t agreed;                 /* all ranks have the same ... 1: weights; 2: settings too */
     int32_t spoiled;                /* 1: a check failed once gradients were being summed over the ranks */
     const ampi_outer *outer;        /* the optimizer's, or NULL */
     ampi_stage stage;
-    amp_scaler *scaler;             /* that checked this set since its last update, or NULL ... */
-    amp_grad_set *next;                  /* ... and the next set in that scaler's list */
+    amp_scaler *scaler;             /* the scaler that checked this set since its last update, or NULL */
+    amp_grad_set *next;                  /* the next set in that scaler's list */
     /* device: amp_grad_set_save's copy of the ranges, one after the other; NULL before the first */
     void *saved;
     ampi_buckets *buckets;          /* an optimizer's, with several ranks; else NULL */
@@ -21367,11 +21412,12 @@ struct amp_scaler {
     ampi_scale scale;               /* what gradients remember of it */
 };
 
-/* Device memory of moments, masters and steps: of the rows there were at first, or of those that came at once. */
+/* Device memory of moments, masters and steps.  One block is for the first rows, and one for each group of rows that
+   came at the same time. */
 typedef struct ampi_states { struct ampi_states *before; void *memory; } ampi_states;
 
-/* grown: rows are about to come: rows as they will be; which[row]: what it was, -1: it is new.  rows NULL: they do not
-   come after all. */
+/* A user of rows that must know when rows are added.  grown is called before they are.  rows: all rows as they will be.
+   which[row]: the row's number until now, or -1 if it is new.  rows is NULL if they are not added after all. */
 typedef struct ampi_growth ampi_growth;
 struct ampi_growth {
     ampi_growth *next;
@@ -21385,12 +21431,12 @@ struct amp_optimizer {
     amp_param_group *groups; const char **matches; char *text; int64_t text_bytes;
     amp_grad_set *set;
     ampi_states *states;
-    ampi_growth *growths;           /* what wants to know of rows that come; NULL: nothing */
-    /* Per row, the weight's copy to write too: as last sent (count -1: not sent), and the device's table.  NULL if
-       memory is host-visible: copies are then packed. */
+    ampi_growth *growths;           /* users that must know of added rows; NULL: none */
+    /* For each row, the copy of the weight that the step also writes: as last sent (count -1: not sent), and the
+       device's table.  NULL if memory is host-visible, because copies are then packed. */
     amp_range *copies, *copy_table;
     amp_k_step_result *ring;            /* device */
-    amp_k_step_result *outcomes;        /* the host's copy, pinned; record i is complete after events[i] */
+    amp_k_step_result *outcomes;        /* the copy in pinned CPU memory; record i is complete after events[i] */
     void *events[AMP_STEP_RESULTS];
     int64_t attempts, delivered, flushed;   /* steps so far; results taken, and made due by a flush */
     int64_t sent;                   /* results sent by this object, regardless of loads */
@@ -21401,19 +21447,19 @@ struct amp_optimizer {
     uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
 
-/* What a launch must do on the host, besides launching. */
+/* A captured graph, and what a launch must do on the CPU besides launching. */
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
-    pthread_t thread;               /* the capturing one */
+    pthread_t thread;               /* the thread that captures */
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
     uint64_t random;                /* random numbers per launch */
     amp_optimizer **optimizers; int64_t n, capacity;    /* each stepped once per launch */
     amp_grad_set **sets; int64_t n_sets, set_capacity;       /* checked by amp_scaler_check */
-    ampi_known *changed; int64_t n_changed;     /* parameters changed by the host during capture, `captured` times */
-    /* .live and .said of all rows of the optimizers' sets, then of the others: steps outside the graph may change them
-       there */
+    ampi_known *changed; int64_t n_changed;     /* that the program changed in the capture, `captured` times */
+    /* .live and .said of all rows of the optimizers' sets, then of the others.  They are kept here because steps
+       outside the graph may change them in the sets. */
     int32_t *live; int64_t n_live;
 };
 
@@ -21422,31 +21468,32 @@ static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
 
-/* ---- Hooks, of >>ranks.  Only the first is called with one rank, where it finds nothing to do. */
+/* ---- Hooks that >>ranks implements.  With one rank only the first is called, and it finds nothing to do. */
 
-/* Before the first check, and the first after weights or settings were set: the same on all ranks? */
+/* Checks that all ranks are alike.  Called before the first check, and before the first after weights or settings were
+   set. */
 static amp_result ampi_hook_ranks_agree(amp_grad_set *set, const amp_scaler *scaler);
 /* Combines a buffer over the ranks, in place. */
 static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op);
-/* The gradients become their sums over the ranks. */
+/* Replaces the gradients by their sums over the ranks. */
 static amp_result ampi_hook_set_sum(amp_grad_set *set);
-/* Which parameters rest, by what all ranks said with the flags of the check. */
+/* Decides which parameters rest, by the numbers that all ranks said with the flags of the check. */
 static amp_result ampi_hook_set_rest(amp_grad_set *set);
-/* 1: the row's gradient is on its way. */
+/* 1: the row's gradient has been sent. */
 static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row);
-/* Gradients were checked part by part: what each rank found becomes the whole. */
+/* Completes gradients that were checked part by part: combines the results of all ranks, and the parts. */
 static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled);
 
-/* ---- The life of a gradient.  An optimizer's step takes the gradients of its own parameters.  One that stays live
-   while another optimizer steps is most often what that one's backward left behind, as in the discriminator of a GAN
-   when its generator steps: adding to it would be wrong, and nobody would notice. */
+/* ---- The life of a gradient.  An optimizer's step takes the gradients of its parameters.  A gradient may stay live
+   while another optimizer steps.  Then most often that optimizer's backward left it behind, as in the discriminator of
+   a GAN when its generator steps.  Adding to it would be an error without any message, so it is refused. */
 
 static int ampi_has_param(const amp_optimizer *o, const amp_param *p) {
     return p >= o->desc.params && p < o->desc.params + o->desc.n_params;
 }
-/* What decides about adding to a gradient.  taken: an optimizer or the host's code takes it; else it may have any
-   value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has stepped since it
-   began, and not beside it on a thread of its own. */
+/* The facts that decide about adding to a gradient.  taken: an optimizer or the program's code takes it; otherwise it
+   may have any value.  sums: its optimizer wants sums over several backwards.  left: an optimizer without it has
+   stepped since it began, and did not step beside it on another thread. */
 typedef struct ampi_life { int taken, sums, left; } ampi_life;
 static ampi_life ampi_gradient_life(amp_context *amp, const amp_param *p) {
     const uint64_t me = ampi_this_thread(), last = __atomic_load_n(&amp->stepped, __ATOMIC_ACQUIRE);
@@ -21487,7 +21534,7 @@ static amp_result ampi_gradient_judge(amp_context *amp, const char *function, am
     if (!life.taken) p->scale = scale;
     return AMP_OK;
 }
-/* The same for what the host's kernels have added, when its optimizer steps. */
+/* Checks the same for gradients that the program's kernels have added to, when their optimizer steps. */
 static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *o) {
     const uint64_t stepped = __atomic_load_n(&o->amp->stepped, __ATOMIC_ACQUIRE);
     int64_t i;
@@ -21501,8 +21548,9 @@ static amp_result ampi_check_by_hand(const char *function, const amp_optimizer *
     return AMP_OK;
 }
 
-/* A step divides gradients by its scaler's scale.  One that carries another scaler's, or the same before an update, is
-   refused.  Where one of the two is 1 your code may have multiplied or divided by itself: that is a warning. */
+/* Checks that gradients carry the scale that a step divides them by.  A gradient that carries another scaler's scale,
+   or the same scaler's from before an update, is refused.  If one of the two scales is 1, your code may have multiplied
+   or divided by itself, so that is only a warning. */
 static amp_result ampi_check_scales(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     const uint64_t id = scaler != NULL ? scaler->scale.id : (uint64_t)AMPI_UNSCALED;
     amp_context *amp = set->amp;
@@ -21542,7 +21590,7 @@ static amp_result ampi_fetch(const amp_context *amp, void *dst, const void *src,
     return (backend->stream_sync)(dev, stream);
 }
 
-/* Waits, because src may be on the stack. */
+/* Copies to the device, and waits because src may be on the stack. */
 static amp_result ampi_send(amp_context *amp, void *dst, const void *src, size_t bytes) {
     AMPI_TRY(ampi_may_wait(amp));
     AMPI_TRY(amp_copy(amp, dst, src, (int64_t)bytes, AMP_COPY_TO_DEVICE));
@@ -21561,7 +21609,8 @@ typedef struct ampi_preset {
 #define AMPI_TINY 1.17549435082228750797e-38f   /* 2^-126 */
 #define AMPI_NONE (-1.0f)                       /* AMP_NO_FLOOR, AMP_NO_CEILING */
 
-/* In the order of amp_scaler_preset.  fairseq stops at 1e-4 or less, so its floor is the next number above. */
+/* The presets, in the order of amp_scaler_preset.  fairseq stops at 1e-4 or less, so its floor is the next number
+   above. */
 #define AMPI_DEEPSPEED_FUSED_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_ONE_LATER | AMP_GROWTH_COUNTS_ON)
 #define AMPI_KERAS_BITS (AMP_SCALE_GUARDED | AMP_GROWTH_REFUSES_INF)
 #define AMPI_FAIRSEQ_BITS (AMP_SCALE_GUARDED | AMP_FLOOR_REFUSES | AMP_OVERFLOWS_KEPT)
@@ -21579,7 +21628,7 @@ static const ampi_preset ampi_presets[] = {
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
-/* The rule's constants.  No ceiling is infinity. */
+/* The constants of the rule.  Without a ceiling they have infinity. */
 static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
@@ -21595,17 +21644,17 @@ static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     return r;
 }
 
-/* Whether ranks combine what a check finds, and whether they sum its gradients. */
+/* Whether ranks combine the results of a check, and whether they sum its gradients. */
 static int ampi_is_combined(const amp_grad_set *set) {
     return ampi_world(set->amp) > 1 && set->desc->sync_every == 0;
 }
 static int ampi_is_summed(const amp_grad_set *set) { return ampi_is_combined(set) && !set->desc->sharded; }
-/* 1: sums are the device's own, so this thread does not wait for what ranks say of the rows. */
+/* 1: the device itself makes the sums, so this thread does not wait for the numbers that ranks say of the rows. */
 static int ampi_is_behind(const amp_grad_set *set) {
     return !set->amp->backend->host_visible && ampi_reducer(set->amp)->on_host == 0;
 }
 
-/* What averaging divides gradients by. */
+/* The number that averaging divides gradients by. */
 static double ampi_set_divisor(const amp_grad_set *set) {
     return (double)set->desc->accumulation * (ampi_is_summed(set) ? ampi_world(set->amp) : 1);
 }
@@ -21655,22 +21704,22 @@ static amp_result ampi_copy_texts(const amp_context *amp, const char *function, 
 
 typedef struct ampi_bucket {
     int64_t first, n;               /* its rows: order[first] and on */
-    int64_t count;                  /* elements, with what fills up parts */
-    int64_t part_at;                /* where this rank's part lies in `shard` */
+    int64_t count;                  /* elements, with the padding of parts */
+    int64_t part_at;                /* the place of this rank's part in `shard` */
     int64_t waiting;                /* rows still to come in this cycle */
-    int64_t turn;                   /* buckets go in this order; until one is known, when an operator added last */
-    void *flat, *weights;           /* gradients, and weights, if they lie in one piece as they are sent */
-    void *event;                    /* a device's: they are there */
+    int64_t turn;                   /* order of sending; until it is known, when an operator last added */
+    void *flat, *weights;           /* gradients, and weights, if they have no gaps between them */
+    void *event;                    /* a device's: the gradients are complete */
 } ampi_bucket;
 
 typedef struct ampi_bucket_row {
     int64_t bucket, place;          /* its first element in the bucket */
     int32_t seen, expected;         /* operators that added to it in this cycle; the most in one before */
-    int32_t by_hand;                /* 1: the host adds to it too, so it waits for the step */
-    int32_t lot;                    /* 0: there from the start; rows that come later have buckets of their own */
+    int32_t by_hand;                /* 1: the program adds to it too, so it is sent in the step */
+    int32_t lot;                    /* 0: there from the start; rows that come later have separate buckets */
 } ampi_bucket_row;
 
-/* See Buckets. */
+/* The buckets of an optimizer.  >>ranks describes them. */
 struct ampi_buckets {
     ampi_gradient_watch watch;      /* first */
     amp_context *amp;
@@ -21685,31 +21734,32 @@ struct ampi_buckets {
     int64_t flat_bytes, shard_count;
     void *send, *received;          /* device: a bucket on its way */
     float *shard;                   /* device: this rank's parts of the sums, of all buckets or of one at a time */
-    /* summed here in the order of ranks; each rank checks its part; and it has the states of that alone */
+    /* ordered: summed here in the order of ranks.  parted: each rank checks its part.  states: it has only that part of
+       them */
     int ordered, parted, states;
-    int gradients;                  /* 1: and of gradients no more than that, once they are summed */
+    int gradients;                  /* 1: after the sums a rank needs only its part of the gradients too */
     int threaded, recorded, sorted; /* recorded: a whole cycle was seen, so .expected is known */
     int64_t *turns, added;          /* room to exchange .turn; operators that added, until buckets are sorted */
     void *stream, *finished;        /* a device's stream and event */
-    pthread_mutex_t lock; pthread_cond_t changed;   /* guard what follows, .added, .waiting, .seen and .turn */
+    pthread_mutex_t lock; pthread_cond_t changed;   /* guard all below, .added, .waiting, .seen and .turn */
     int locks, launching, started, closing;
     int32_t process;                /* ampi_forks when the thread was started */
     void *thread;
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     int ran;                        /* 1: a backward has run in this context since the last recount */
     amp_result failed; char why[sizeof ampi_error_text];
-    int64_t to_gather;              /* buckets whose weights are on their way: the first so many */
+    int64_t to_gather;              /* buckets whose weights are on their way: the first ones, this many */
     amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
     double busy, waited;            /* seconds, since the last step's result was sent */
 };
 
-/* 1: this rank has only its part of the states; the rows are those parts, `whole` the parameters. */
+/* 1: this rank has only its part of the states.  The rows are then those parts, and `whole` has the parameters. */
 static int ampi_shards(const amp_grad_set *set) { return set->buckets != NULL && set->buckets->states; }
 static amp_k_tensor *ampi_whole_row(const amp_grad_set *set, int64_t i) {
     return ampi_shards(set) ? &set->buckets->whole[i] : &set->rows[i];
 }
 
-/* Counts from 0 again, as after each micro-batch.  Nothing may be on its way. */
+/* Starts the counts of operators from 0 again, as after each micro-batch.  No bucket may be on its way. */
 static void ampi_buckets_recount(ampi_buckets *b) {
     int64_t i;
     if (b == NULL) return;
@@ -21760,8 +21810,8 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
     if (set != NULL) ampi_object_end(&set->object, "amp_grad_set_destroy", AMPI_STACK);
 }
 
-/* A set of n empty rows.  most: how many it may grow to, with parameters that get a gradient later, as `found` never
-   moves; 0: it has none. */
+/* Creates a set of n empty rows.  most: the number of rows it may grow to, with parameters that get a gradient later.
+   `found` needs room for them from the start, because it never moves.  0: the set has no parameters. */
 static AMPI_COLD amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                          int64_t most) {
     const amp_system *s = ampi_context_system(amp);
@@ -21797,7 +21847,7 @@ static amp_result ampi_fail_shared(const amp_grad_set *set, const char *what, in
                      "%s %lld (%s) and %lld (%s) share memory: it must be listed once", what, (long long)first,
                      a ? a : "unnamed", (long long)second, b ? b : "unnamed");
 }
-/* Weights that two rows share would be stepped twice. */
+/* Refuses weights that two rows share, because they would be stepped twice. */
 static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; i < set->n; i++)
@@ -21809,8 +21859,8 @@ static amp_result ampi_check_weights_apart(const amp_grad_set *set) {
         }
     return AMP_OK;
 }
-/* Gradients that two rows share would be unscaled or summed over ranks twice: only an optimizer, which reads them, may
-   have such. */
+/* Refuses gradients that two rows share, because they would be unscaled or summed over ranks twice.  Only an optimizer
+   may have them, because it reads gradients without changing them. */
 static amp_result ampi_check_gradients_apart(amp_grad_set *set) {
     int64_t i, j;
     for (i = 0; !set->apart && i < set->n; i++)
@@ -21872,7 +21922,7 @@ static amp_result ampi_check_params(const char *function, const amp_param *param
     return AMP_OK;
 }
 
-/* For weights read as a whole, even without a gradient. */
+/* Checks parameters whose weights are read as a whole, even if they have no gradient. */
 static amp_result ampi_check_weights_of(const char *function, const amp_param *params, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++)
@@ -21902,10 +21952,10 @@ static void ampi_set_fill_params(amp_grad_set *set, amp_param *params, int64_t n
         if (params[i].grad.data != NULL) ampi_set_fill_param(set, r++, &params[i]);
 }
 
-/* ---- Parameters that get a gradient after their set was made: each gets a row then, in the order of parameters. */
+/* ---- Parameters that get a gradient after their set was made.  Each then gets a row, in the order of parameters. */
 
-/* Whether the set takes a parameter in that has no row: it has a gradient (live: one that counts), and no other
-   optimizer has it. */
+/* Whether the set takes in a parameter that has no row.  It does if the parameter has a gradient (live: one that
+   counts), and if it has no row in another optimizer. */
 static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int live) {
     const ampi_object *object;
     int64_t i;
@@ -21917,7 +21967,7 @@ static int ampi_is_newcomer(const amp_grad_set *set, const amp_param *p, int liv
     }
     return 1;
 }
-/* How many it would take in. */
+/* The number of parameters it would take in. */
 static int64_t ampi_newcomers(const amp_grad_set *set, int live) {
     int64_t i, row = 0, n = 0;
     for (i = 0; i < set->n_all; i++) {
@@ -21944,7 +21994,8 @@ static amp_result ampi_check_newcomers(const amp_grad_set *set, const char *func
     }
     return ampi_wait(set->amp);
 }
-/* Fills `next` with the rows that a set has, and those to come.  which[row]: what it was, -1: it is new. */
+/* Fills `next` with the rows that a set has and the rows to come.  which[row]: the row's number until now, or -1 if it
+   is new. */
 static AMPI_COLD void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set *set, int live, int64_t *which) {
     int64_t i, row = 0, r = 0;
     next->all = set->all;
@@ -21961,7 +22012,7 @@ static AMPI_COLD void ampi_set_fill_grown(amp_grad_set *next, const amp_grad_set
         which[r++] = has ? row++ : -1;
     }
 }
-/* The set gets the rows of `next`, which gets its. */
+/* Exchanges the rows of a set and of `next`. */
 static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
     amp_grad_set was = *set;
     set->n = next->n; set->rows = next->rows; set->table = next->table; set->params = next->params;
@@ -21974,10 +22025,10 @@ static void ampi_set_swap(amp_grad_set *set, amp_grad_set *next) {
     if (!set->desc->sharded) set->agreed = 0;
     ampi_settings_changed(set->amp);
 }
-/* 1: only a parameter whose gradient counts is taken in.  Ranks that have the same parameters must do alike, so there
-   it is enough that there is a gradient. */
+/* 1: only parameters whose gradient counts are taken in.  0: it is enough that there is a gradient.  That is so with
+   ranks that have the same parameters, because they must all take in the same ones. */
 static int ampi_takes_live(const amp_grad_set *set) { return ampi_world(set->amp) == 1 || set->desc->sharded; }
-/* A set without an optimizer. */
+/* Takes new parameters into a set without an optimizer. */
 static amp_result ampi_set_grow(amp_grad_set *set, const char *function) {
     const amp_system *s = ampi_context_system(set->amp);
     int live = ampi_takes_live(set);
@@ -22082,7 +22133,8 @@ AMP_API AMPI_COLD amp_result amp_grad_set_create(amp_context *amp, amp_grad_set 
     return ampi_as("amp_grad_set_create", ampi_set_create(amp, out, desc));
 }
 
-/* NULL once the context closes: parameters' names belong to the host and may be gone. */
+/* The name of a row.  It is NULL once the context closes, because parameters' names belong to the program and may be
+   gone. */
 static const char *ampi_set_name(const amp_grad_set *set, int64_t row) {
     return row < 0 || row >= set->n || ampi_is_closed(set->amp) ? NULL : set->names[row];
 }
@@ -22093,7 +22145,7 @@ static amp_result ampi_fail_frozen(const char *name, int32_t frozen, int32_t oth
                      name ? name : "a parameter", (int)frozen, (int)other);
 }
 
-/* The first infinity or NaN in a row that had one, read piece by piece; -1: none any more. */
+/* The first infinity or NaN in a row that had one, read piece by piece.  -1: it has none any more. */
 static amp_result ampi_set_bad_element(const amp_grad_set *set, const amp_k_tensor *row, int64_t *out) {
     uint64_t piece[2048];
     int64_t size = (int64_t)amp_dtype_size(row->grad_dtype), most = (int64_t)sizeof piece / size, i, n, first = -1;
@@ -22130,7 +22182,7 @@ AMP_API const amp_k_grad_stats *amp_grad_set_device(const amp_grad_set *set) {
     return set && !ampi_is_stopped(&set->object) ? set->found : NULL;
 }
 
-/* A row's master, or remainder, from its weight. */
+/* Makes a row's master, or its remainder, from its weight. */
 static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     amp_k_cast args;
     if (row->master == NULL || row->count == 0) return AMP_OK;
@@ -22144,7 +22196,7 @@ static amp_result ampi_make_master(amp_context *amp, const amp_k_tensor *row) {
     return (amp->backend->cast)(amp->dev, &args, ampi_settings(amp)->stream);
 }
 
-/* ---- What a set's gradients become */
+/* ---- Changes to a set's gradients */
 
 static amp_result ampi_check_unsharded(const amp_grad_set *set) {
     if (set->buckets == NULL || !set->buckets->states) return AMP_OK;
@@ -22172,7 +22224,7 @@ AMP_API amp_result amp_grad_set_apply(amp_grad_set *set) {
     return ampi_run_rule(set->amp, &rule);
 }
 
-/* Copies every row's gradient to the saved copy or back. */
+/* Copies every row's gradient to the saved copy, or with `restore` back. */
 static amp_result ampi_set_copy(amp_grad_set *set, int restore) {
     int64_t i, at = 0;
     for (i = 0; i < set->n; i++) {
@@ -22201,15 +22253,15 @@ AMP_API amp_result amp_grad_set_restore(amp_grad_set *set) {
     return ampi_as(f, ampi_set_copy(set, 1));
 }
 
-/* Checks that its parameters are still this context's. */
+/* Checks that the set's parameters are still this context's. */
 static amp_result ampi_check_set_known(const char *function, const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++) AMPI_TRY(ampi_check_known(set->amp, function, set->params[i]));
     return AMP_OK;
 }
 
-/* Sends rows that have changed.  A graph must not, as it would read them whenever it runs: its launch sends them
-   first. */
+/* Sends rows that have changed.  During capture nothing is sent, because the graph would read the rows whenever it
+   runs.  Its launch sends them first instead. */
 static amp_result ampi_set_send(amp_grad_set *set, int changed) {
     set->unsent |= changed;
     if (!set->unsent || ampi_capture(set->amp) != NULL) return AMP_OK;
@@ -22217,7 +22269,7 @@ static amp_result ampi_set_send(amp_grad_set *set, int changed) {
     set->unsent = 0;
     return AMP_OK;
 }
-/* Notes which rows have a gradient now; what ranks have agreed on stands. */
+/* Notes which rows have a gradient now.  A decision that ranks have agreed on stays. */
 static amp_result ampi_set_refresh(amp_grad_set *set) {
     int changed = 0;
     int64_t i;
@@ -22229,8 +22281,8 @@ static amp_result ampi_set_refresh(amp_grad_set *set) {
     }
     return ampi_set_send(set, changed);
 }
-/* The same before sums over ranks.  All rows enter them, as zeros without a gradient; which of them rest, the ranks say
-   with the check's flags (ampi_rule_rows). */
+/* Does the same before sums over ranks.  All rows take part in the sums, and a row without a gradient is filled with
+   zeros.  Ranks say with the check's flags which rows rest (ampi_rule_rows). */
 static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     int changed = 0;
     int64_t i;
@@ -22251,14 +22303,14 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     return ampi_set_send(set, changed);
 }
 
-/* ---- Kernels of another machine: of rank 0, or of the one that saved a state.  Bits go on as there where this CPU has
-   that path too, and the program did not choose its own. */
+/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The same bits follow here if
+   this CPU has that path too, and if the program did not choose a path itself. */
 
-/* Where bits come from; 0: not from a CPU. */
+/* The path that computes the bits.  0: they do not come from a CPU. */
 static int ampi_path_of_bits(const amp_context *amp) {
     return amp->backend == amp_cpu() ? (int)amp->desc.cpu_path : 0;
 }
-/* 1: a thread uses a copy of a weight that was packed for the path in use, or has begun a region. */
+/* 1: a thread uses a copy of a weight that was packed for the path in use, or is inside a region. */
 static int ampi_path_is_used(amp_context *amp) {
     int64_t i;
     int busy = __atomic_load_n(&amp->regions, __ATOMIC_RELAXED) > 0;
@@ -22267,7 +22319,7 @@ static int ampi_path_is_used(amp_context *amp) {
     ampi_unlock(amp);
     return busy;
 }
-/* 1: the context computes by this path now; 0: it cannot, or must not. */
+/* 1: the context computes by this path now.  0: this CPU does not have it, or the path may not be changed. */
 static int ampi_path_adopt(amp_context *amp, int path) {
     const amp_machine *m = &amp->machine;
     if (path == 0 || ampi_path_of_bits(amp) == 0 || path == (int)m->cpu.path) return 1;
@@ -22276,16 +22328,17 @@ static int ampi_path_adopt(amp_context *amp, int path) {
              "products are computed by %s instead of %s, for the same bits as where the weights come from; set "
              ".cpu_path to choose another", ampi_cpu_path_name((amp_cpu_path)path), ampi_cpu_path_name(m->cpu.path));
     ampi_use_path(amp, (amp_cpu_path)path);
-    amp_cast_cache_clear(amp);          /* packed for the other kernels */
+    amp_cast_cache_clear(amp);          /* its copies are packed for the other kernels */
     return 1;
 }
-/* 1: by the table SAME BITS the paths agree for products in the context's dtype. */
+/* 1: the table SAME BITS says that the paths agree for products in the context's dtype. */
 static int ampi_paths_agree(const amp_context *amp, int a, int b) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
     return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
-/* Between the check and the step no rank may change alone what all have agreed on. */
+/* Checks that this rank has not changed which gradients count between the check and the step, since all ranks agreed on
+   that. */
 static amp_result ampi_check_agreed(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; set->params != NULL && i < set->n; i++)
@@ -22308,8 +22361,8 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
     return (backend->check)(dev, &args, stream);
 }
 
-/* The whole check; scaler is enabled or NULL.  The last micro-batch of a cycle combines ranks; for an earlier one
-   (clip_each) each rank takes its own average. */
+/* Makes the whole check.  scaler is enabled or NULL.  In the last micro-batch of a cycle the ranks combine their
+   results.  In an earlier one (clip_each) each rank uses its average alone. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
@@ -22377,8 +22430,8 @@ static amp_result ampi_check_scale(const char *function, const char *field, floa
     return ampi_fail(AMP_ERR_SCALE, function, "%s = %g, must be from 2^-126 to 2^126", field, (double)scale);
 }
 
-/* A saved scale: what amp_scaler_set_scale takes and, where no floor or ceiling stops the rule, whatever the rule leads
-   to, 0 and infinity included.  So every scale that was saved loads. */
+/* Checks a saved scale.  It may be any that amp_scaler_set_scale takes.  If no floor or ceiling stops the rule, it may
+   also be any that the rule leads to, 0 and infinity included.  So every scale that was saved loads. */
 static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_desc *d, float scale) {
     uint32_t bits = ampi_bits_f32(scale), infinity = 0x7f800000u;
     int low = bits < 0x00800000u && ampi_is_none(d->min_scale);
@@ -22390,8 +22443,8 @@ static amp_result ampi_check_saved_scale(const char *function, const amp_scaler_
                      ampi_presets[d->preset].name);
 }
 
-/* Checks settings with all defaults filled in.  torch allows any scale, as PyTorch does; flax's own ceiling exceeds the
-   guard. */
+/* Checks settings after all defaults were filled in.  torch allows any scale, as PyTorch does.  The ceiling of flax
+   exceeds the guard. */
 static amp_result ampi_check_scaler(const char *function, const amp_scaler_desc *d) {
     int floor = !ampi_is_none(d->min_scale), ceiling = !ampi_is_none(d->max_scale);
     int own = ampi_bits_f32(d->max_scale) == ampi_bits_f32(ampi_presets[d->preset].max_scale);
@@ -22430,7 +22483,8 @@ static void ampi_scaler_release_sets(amp_scaler *scaler) {
     scaler->checked = scaler->found = 0;
 }
 
-/* Its scale may have another value now: gradients that carry the one before must not be added to. */
+/* Notes that the scaler's scale may have another value now, so that gradients that carry the one before are not added
+   to. */
 static void ampi_scaler_moved(amp_scaler *scaler) {
     ampi_scale_moved(scaler->amp, &scaler->scale, scaler->desc.disable ? AMPI_UNSCALED : 0);
 }
@@ -22502,7 +22556,7 @@ AMP_API int32_t amp_scaler_enabled(const amp_scaler *scaler) {
     return amp_scaler_device(scaler) != NULL && !scaler->desc.disable;
 }
 
-/* Warns once that no smaller scale helps; `state` is in host memory. */
+/* Warns once that no smaller scale helps; `state` is in CPU memory. */
 static void ampi_scaler_watch(const amp_scaler *scaler, const amp_k_scaler *state) {
     int32_t most = scaler->desc.skip_warning;
     char where[80];
@@ -22579,7 +22633,8 @@ AMP_API amp_result amp_scaler_set_rule(amp_scaler *scaler, double growth_factor,
     return ampi_run_rule(scaler->amp, &rule);
 }
 
-/* Gives a running scaler other checked settings of its preset.  Turned on, it starts afresh; off, its scale is 1. */
+/* Gives a running scaler other checked settings of its preset.  A scaler that is turned on starts afresh.  One that is
+   turned off has the scale 1. */
 static amp_result ampi_scaler_change(amp_scaler *scaler, const amp_scaler_desc *d) {
     amp_k_scaler s = ampi_scaler_start(d);
     int keeps = d->preset == AMP_SCALER_TORCH;
@@ -22605,7 +22660,7 @@ static amp_result ampi_check_one_context(const char *function, const amp_grad_se
     return ampi_fail(AMP_ERR_CONFLICT, function, "the scaler belongs to another context: pass one of this context");
 }
 
-/* Between two updates a set serves one scaler. */
+/* Checks that a set serves only one scaler between two updates. */
 static amp_result ampi_check_owner(const char *function, const amp_grad_set *set, const amp_scaler *scaler) {
     AMPI_TRY(ampi_check_one_context(function, set, scaler));
     if (set->scaler == NULL || set->scaler == scaler) return AMP_OK;
@@ -22625,7 +22680,7 @@ static amp_result ampi_refuse_fp16(const char *function, const amp_grad_set *set
     return AMP_OK;
 }
 
-/* Notes a set checked in the graph being captured. */
+/* Notes a set that was checked in the graph being captured. */
 static amp_result ampi_graph_note_set(amp_grad_set *set) {
     amp_graph *graph = (amp_graph *)ampi_capture(set->amp);
     if (graph == NULL) return AMP_OK;
@@ -22636,7 +22691,7 @@ static amp_result ampi_graph_note_set(amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* The first range whose count the host has left out, or -1. */
+/* The first range whose count the program has left out, or -1. */
 static int64_t ampi_set_forgotten(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n; i++)
@@ -22733,7 +22788,7 @@ static int ampi_set_is_of(const amp_grad_set *set, const amp_range *ranges, int6
     return 1;
 }
 
-/* Makes the scaler's own set hold these ranges. */
+/* Makes the scaler's private set hold these ranges. */
 static amp_result ampi_scaler_ranges(amp_scaler *scaler, const amp_range *ranges, int64_t n) {
     amp_grad_set *set;
     amp_result r;
@@ -22791,8 +22846,8 @@ AMP_API amp_result amp_scaler_rescale(amp_scaler *scaler, amp_grad_set *set, flo
     return AMP_OK;
 }
 
-/* ---- Saving.  Structs are written field by field, so that records do not depend on their layout; one table of an
-   object's numbers serves save and load. */
+/* ---- Saving.  Structs are written field by field, so that records do not depend on their layout.  One table of an
+   object's numbers serves both save and load. */
 
 static amp_result ampi_put(amp_state *state, const char *prefix, const char *name, int64_t i, amp_dtype dtype,
                            const void *values, int64_t n) {
@@ -22808,16 +22863,17 @@ static amp_result ampi_get(const amp_state *state, const char *prefix, const cha
     return amp_state_get(state, key, dtype, values, n);
 }
 
-/* A number of a record, in the order of the rows.  A load refuses it below .low or above .high, unless .low > .high. */
+/* A number of a record, in the order of the rows.  A load refuses a number below .low or above .high, unless .low >
+   .high. */
 typedef struct ampi_saved { const char *record; amp_dtype dtype; ampi_field field; } ampi_saved;
 
-enum { AMPI_SAVED_NUMBERS = 16 };       /* most numbers of one struct in a record */
-/* The largest saved counter, 2^53 - 1: exact in fp64, and can still count on. */
+enum { AMPI_SAVED_NUMBERS = 16 };       /* the most numbers of one struct in a record */
+/* The largest saved counter, 2^53 - 1.  It is exact in fp64, and so is the count after it. */
 #define AMPI_COUNT_MOST 9007199254740991.0
 #define AMPI_SAVED(record, dtype, object, member, type, low, high) \
     {record, dtype, {#member, type, offsetof(object, member), NULL, 0, low, high, NULL}}
 
-/* How many rows from here on belong to one record. */
+/* The number of rows from here on that belong to one record. */
 static int64_t ampi_saved_run(const ampi_saved *row, const ampi_saved *end) {
     int64_t n = 1;
     while (row + n < end && strcmp(row[n].record, row->record) == 0) n++;
@@ -22833,7 +22889,7 @@ static ampi_saved_table ampi_saved_table_of(const ampi_saved *rows, size_t bytes
 }
 #define AMPI_SAVED_TABLE(rows, object) ampi_saved_table_of(rows, sizeof rows, sizeof(object))
 
-/* Saves `count` structs to a state, or loads them from one; each record holds its numbers of all. */
+/* Saves `count` structs to a state, or loads them from one.  Each record holds its numbers of all structs. */
 static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to, const amp_state *from,
                                             const char *prefix, ampi_saved_table table, void *structs, int64_t count) {
     const ampi_saved *row = table.rows, *end = row + table.n;
@@ -22851,7 +22907,7 @@ static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to,
             char *at = (char *)structs + (size_t)(i / n) * table.size;
             double value;
             place.offset = (size_t)i * amp_dtype_size(row->dtype);
-            /* by its bits: the host may flush subnormals */
+            /* by its bits, since the CPU may flush subnormals */
             if (k->type == place.type && k->low > k->high) {
                 char *there = (char *)record + place.offset;
                 memcpy(to != NULL ? there : at + k->offset, to != NULL ? at + k->offset : there,
@@ -22872,7 +22928,7 @@ static AMPI_COLD amp_result ampi_saved_walk(const char *function, amp_state *to,
 
 enum { AMPI_DISABLED_CHECKED = 3 };
 
-/* What is saved of a scaler. */
+/* The numbers of a scaler that are saved. */
 typedef struct ampi_saved_scaler { amp_k_scaler k; amp_scaler_desc d; int32_t checked; } ampi_saved_scaler;
 
 #define AMPI_SCALER_SCALE(member) AMPI_SAVED("scale", AMP_F32, ampi_saved_scaler, member, AMPI_REAL32, 1, 0)
@@ -22913,7 +22969,7 @@ static AMPI_COLD amp_result ampi_save_scaler(const amp_scaler *scaler, const amp
     int32_t disabled = scaler->desc.disable ? scaler->checked ? AMPI_DISABLED_CHECKED : 1 : 0;
     char key[AMPI_STATE_KEY];
     AMPI_TRY(ampi_key("amp_scaler_save", key, prefix, "disabled", -1));
-    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* replaces an earlier save's record */
+    if (disabled || amp_state_count(before, key, NULL) >= 0)   /* also to replace an earlier save's record */
         AMPI_TRY(amp_state_put(state, key, AMP_I32, &disabled, 1));
     if (disabled) return AMP_OK;
     s.d = scaler->desc;
@@ -22931,7 +22987,7 @@ AMP_API amp_result amp_scaler_save(const amp_scaler *scaler, amp_state *state, c
     return ampi_state_take(state, own, ampi_save_scaler(scaler, state, own, prefix), "amp_scaler_save");
 }
 
-/* Checks saved numbers as settings and as a state to continue from. */
+/* Checks saved numbers, both as settings and as a state to continue from. */
 static amp_result ampi_saved_scaler_check(ampi_saved_scaler *s, amp_scaler_preset preset) {
     const char *f = "amp_scaler_load";
     if (s->d.preset != preset)
@@ -22989,7 +23045,8 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ==== 11 >>optimizers: implementation ==== */
 
-/* Hooks, of >>ranks: the buckets of an optimizer's gradients, NULL with one rank ... */
+/* Hooks that >>ranks implements.  The first are for the buckets of an optimizer's gradients, which are NULL with one
+   rank. */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before);
 static void ampi_hook_buckets_destroy(ampi_buckets *b);
 static amp_result ampi_hook_buckets_give_up(ampi_buckets *b);
@@ -22997,12 +23054,12 @@ static amp_result ampi_hook_buckets_gather(ampi_buckets *b);
 static void ampi_hook_buckets_gather_late(ampi_buckets *b);
 static int ampi_hook_gathers_late(const amp_grad_set *set);
 static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]);
-/* ... and the outer step of loose coupling. */
+/* The others are for the outer step of loose coupling. */
 static amp_result ampi_hook_outer_begin(amp_optimizer *o);
 static amp_result ampi_hook_outer_step(amp_optimizer *o);
 static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n);
 
-/* The arrays that a parameter may have, and its own count of steps. */
+/* The arrays that a parameter may have, and its separate count of steps. */
 enum { AMPI_M = 0, AMPI_V2 = 1, AMPI_MASTER = 2, AMPI_ARRAYS = 3, AMPI_COUNTED = AMPI_ARRAYS, AMPI_BLOCKS };
 
 static int64_t *ampi_copies_inf(const amp_optimizer *o) {
@@ -23039,9 +23096,9 @@ static amp_result ampi_run_lion(const amp_optimizer *o, const amp_backend *backe
     return (backend->lion)(dev, &k, stream);
 }
 
-/* The optimizers, by amp_optimizer_kind: which moments a parameter has, and whether its steps are counted, as bits,
-   without and with .momentum; which fields are read that not all read; their defaults; and the kernel call.  Masters
-   depend on the row alone. */
+/* The optimizers, by amp_optimizer_kind.  A row names the moments of a parameter, and whether its steps are counted, as
+   bits without and with .momentum.  It also has the fields that are read and that not all kinds read, their defaults,
+   and the kernel call.  Masters depend on the tensor's row alone. */
 enum { AMPI_READS_BETAS = 1, AMPI_READS_EPS = 2, AMPI_READS_MOMENTUM = 4 };
 enum { AMPI_ADAM = 1 << AMPI_M | 1 << AMPI_V2 | 1 << AMPI_COUNTED, AMPI_MOMENTUM = 1 << AMPI_M | 1 << AMPI_COUNTED };
 static const struct ampi_optimizer_row {
@@ -23104,7 +23161,7 @@ static void ampi_optimizer_defaults(amp_optimizer_desc *d, amp_level level) {
     if (d->sync_wire == AMP_DTYPE_DEFAULT) d->sync_wire = AMP_F32;
 }
 
-/* Whether these masters and moments are possible; level O3 has no masters. */
+/* Checks that these masters and moments are possible.  Level O3 has no masters. */
 static amp_result ampi_check_storage(const amp_optimizer_desc *d, amp_level level, const char *of,
                                      amp_master_kind master, amp_dtype moments) {
     const char *function = "amp_optimizer_create";
@@ -23130,7 +23187,7 @@ static const ampi_field ampi_group_fields[] = {
      AMPI_NOT_NEGATIVE}
 };
 
-/* Refuses what this optimizer does not read, unless it is the default, which amp_optimizer_query has. */
+/* Refuses fields that this optimizer does not read, unless they have the default, which amp_optimizer_query returns. */
 static amp_result ampi_check_read(const amp_optimizer_desc *d) {
     const struct ampi_optimizer_row *row = &ampi_optimizers[d->kind];
     const struct { const char *name; int readers, odd; } fields[] = {
@@ -23161,8 +23218,9 @@ static amp_result ampi_check_outer(const amp_optimizer_desc *d) {
     return AMP_OK;
 }
 
-/* The highest learning rate with which every number of a step fits in fp32, in which weights are updated: each group's
-   own rate; in AdamW that of the first step, which is divided by 1 - beta1; and the share that weight decay takes. */
+/* The highest learning rate with which every number of a step fits in fp32, since weights are updated in fp32.  It
+   considers each group's rate, and the share that weight decay takes.  In AdamW it considers the first step, whose rate
+   is divided by 1 - beta1. */
 static double ampi_lr_most(const amp_optimizer_desc *d) {
     ampi_fp host = ampi_fp_begin();
     volatile double most = 1e30;        /* in memory before ampi_fp_end */
@@ -23225,7 +23283,8 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
-/* Each group's pattern matches a parameter, unless ranks have others; a warning says which group has no effect. */
+/* Checks that each group's pattern matches a parameter, unless other ranks have others.  A warning names a group that
+   has no effect. */
 static amp_result ampi_check_groups(const amp_context *amp, const amp_optimizer_desc *d) {
     const char *f = "amp_optimizer_create";
     char given[40];
@@ -23265,10 +23324,11 @@ static amp_result ampi_copy_groups(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* 8-bit moments save nothing on small parameters, and those of an embedding have rows of zeros beside large ones. */
+/* The smallest parameter with 8-bit moments, because they save nothing on smaller ones.  An embedding is excepted too,
+   since its moments have rows of zeros beside large ones. */
 enum { AMPI_MOMENTS_8BIT_LEAST = 4096 };
 
-/* Learning rate, decay and storage of each row. */
+/* Sets the learning rate, decay and storage of each row. */
 static AMPI_COLD void ampi_apply_groups(amp_optimizer *o) {
     int64_t i, g;
     for (i = 0; i < o->set->n; i++) {
@@ -23293,7 +23353,8 @@ static AMPI_COLD void ampi_apply_groups(amp_optimizer *o) {
     }
 }
 
-/* Remainders need bf16 weights, and settings for 16-bit weights need at least one. */
+/* Checks the 16-bit settings.  Remainders need bf16 weights, and settings for 16-bit weights need at least one such
+   weight. */
 static amp_result ampi_check_weights(const amp_optimizer *o) {
     int64_t i, narrow = 0;
     for (i = 0; i < o->set->n; i++) {
@@ -23310,7 +23371,7 @@ static amp_result ampi_check_weights(const amp_optimizer *o) {
                      o->desc.master == AMP_MASTER_REMAINDER ? "AMP_MASTER_REMAINDER" : "AMP_MASTER_STOCHASTIC");
 }
 
-/* A row's arrays, and their bytes. */
+/* Whether a row has an array, and the bytes of it. */
 static int ampi_has_array(const amp_optimizer *o, const amp_k_tensor *row, int which) {
     if (which == AMPI_MASTER) return row->master_kind == AMP_MASTER_F32 || row->master_kind == AMP_MASTER_REMAINDER;
     return ampi_has_moments(&o->desc) >> which & 1;
@@ -23370,7 +23431,7 @@ static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
 }
 #endif
 
-/* Says where a parameter's fp32 master is. */
+/* Sets the address of a parameter's fp32 master that users see. */
 static void ampi_show_master(const amp_grad_set *set, int64_t i) {
     const amp_k_tensor *row = &set->rows[i];
     set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
@@ -23433,7 +23494,7 @@ static AMPI_COLD void ampi_outer_free(amp_optimizer *o) {
     memset(u, 0, sizeof *u);
 }
 
-/* Names of parameters, one after the other in a message. */
+/* Names of parameters, separated by commas, for a message. */
 typedef struct ampi_named { ampi_sheet sheet; char text[200]; int64_t n; } ampi_named;
 static void ampi_name_one(ampi_named *to, const char *name, int64_t n) {
     if (to->n == 0) to->sheet = ampi_sheet_of(to->text, sizeof to->text);
@@ -23444,10 +23505,10 @@ static const char *ampi_named_more(ampi_named *to) {
     return to->text;
 }
 
-/* ---- Rows that come later.  `next` is built beside the optimizer and holds what it will have; then they exchange it,
-   so that a failure changes nothing. */
+/* ---- Rows that come later.  `next` is built beside the optimizer, and gets everything that the optimizer will have.
+   Then the two are exchanged, so that a failure changes nothing. */
 
-/* The outer step's arrays: those of rows that are new begin at the weights. */
+/* Builds the outer step's arrays.  Those of new rows start at the weights. */
 static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, const char *function,
                                   const int64_t *which) {
     ampi_outer *u = &next->outer;
@@ -23467,7 +23528,7 @@ static amp_result ampi_grow_outer(const amp_optimizer *o, amp_optimizer *next, c
     return AMP_OK;
 }
 
-/* Where a row stands that was row `was`. */
+/* The present number of the row that was row `was`. */
 static int32_t ampi_grown_row(const amp_grad_set *next, const int64_t *which, int64_t was) {
     int64_t i;
     for (i = 0; i < next->n && (was < 0 || which[i] != was); i++) {}
@@ -23522,7 +23583,7 @@ static amp_result ampi_grow_build(amp_optimizer *o, amp_optimizer *next, const c
     return ampi_grow_notify(o, function, next->set, which);
 }
 
-/* The optimizer and `next` exchange what they have. */
+/* Exchanges the arrays of the optimizer and of `next`. */
 static void ampi_grow_swap(amp_optimizer *o, amp_optimizer *next, const int64_t *which) {
     amp_optimizer was = *o;
     int64_t i;
@@ -23550,7 +23611,7 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
     return ampi_check_newcomers(o->set, function, live);
 }
 
-/* Takes in parameters that have got a gradient (live: one that counts), with states that begin now. */
+/* Takes in parameters that have got a gradient (live: one that counts).  Their states begin now. */
 static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
@@ -23578,11 +23639,12 @@ static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *fu
     ampi_free(s, which, n, sizeof *which);
     return r;
 }
-/* Before a check.  With buckets gradients may be on their way: see ampi_grow_late. */
+/* Takes parameters in before a check.  With buckets this is not possible, because gradients may be on their way.
+   ampi_grow_late takes them in then. */
 static amp_result ampi_optimizer_grow_live(amp_grad_set *set, const char *function) {
     return ampi_is_summed(set) ? AMP_OK : ampi_optimizer_grow(set->optimizer, function, ampi_takes_live(set));
 }
-/* After a step of ranks, whose sums the newcomers had no part in. */
+/* Takes parameters in after a step of ranks.  The sums of that step did not include their gradients. */
 static void ampi_grow_late(amp_optimizer *o) {
     int64_t i, row = 0, before = o->set->n;
     ampi_named come;
@@ -23660,7 +23722,7 @@ AMP_API void amp_optimizer_destroy(amp_optimizer *optimizer) {
     if (optimizer != NULL) ampi_object_end(&optimizer->object, "amp_optimizer_destroy", AMPI_STACK);
 }
 
-/* Refuses parameters whose masters another optimizer has: the steps of one would undo the other's. */
+/* Refuses parameters whose masters belong to another optimizer, because each would undo the other's steps. */
 static amp_result ampi_check_masters(const amp_context *amp, const amp_param *params, int64_t n) {
     const ampi_object *object;
     amp_result result = AMP_OK;
@@ -23740,8 +23802,8 @@ AMP_API amp_result amp_optimizer_set_clip(amp_optimizer *optimizer, double clip_
     return AMP_OK;
 }
 
-/* Gradients are dropped, and a cycle begins.  If some rank has sent buckets, a backward has run on all of them: then
-   all wait here for all buckets. */
+/* Drops gradients, and begins a cycle.  If a rank has sent buckets, a backward has run on all ranks.  Then all ranks
+   wait here for all buckets. */
 static amp_result ampi_optimizer_zero(void *owner) {
     amp_optimizer *o = (amp_optimizer *)owner;
     ampi_buckets *b = o->set->buckets;
@@ -23780,7 +23842,7 @@ AMP_API amp_result amp_optimizer_rebuild_masters(amp_optimizer *optimizer) {
     return ampi_make_masters(optimizer);
 }
 
-/* Sends fp32 values as n bf16 weights and the row's remainders, of those from `first` on; `scratch` holds twice as many
+/* Sends fp32 values as n bf16 weights, and the row's remainders from number `first` on.  `scratch` has room for twice n
    16-bit numbers. */
 static AMPI_COLD amp_result ampi_send_remainder(const amp_optimizer *o, void *weight, int64_t n,
                                                 const amp_k_tensor *row, int64_t first, const float *values,
@@ -23791,7 +23853,7 @@ static AMPI_COLD amp_result ampi_send_remainder(const amp_optimizer *o, void *we
                            : ampi_send(o->amp, row->master, scratch + n + first, (size_t)row->count * 2);
 }
 
-/* row NULL: the parameter has no gradient and no master. */
+/* Sets a weight.  row is NULL if the parameter has no gradient and no master. */
 static amp_result ampi_set_weight(amp_optimizer *o, const amp_param *p, const amp_k_tensor *row, const float *values,
                                   void *scratch) {
     int64_t n = amp_tensor_count(&p->weight), new_inf = 0;
@@ -23886,7 +23948,7 @@ AMP_API AMPI_COLD amp_result amp_optimizer_bytes(const amp_optimizer *optimizer,
     return AMP_OK;
 }
 
-/* ---- Graphs: what a launch must do on the host */
+/* ---- Graphs: the work of a launch on the CPU */
 
 /* Notes an optimizer whose cycle begins in the graph being captured. */
 static amp_result ampi_graph_note(amp_optimizer *o) {
@@ -23912,14 +23974,14 @@ static amp_result ampi_run_optimizer(const amp_optimizer *o) {
     return (ampi_optimizers[o->desc.kind].run)(o, backend, dev, stream);
 }
 
-/* 1: nothing has a gradient.  With .sharded another rank may have one. */
+/* 1: no row has a gradient.  With .sharded this is 0, because another rank may have one. */
 static int ampi_is_idle(const amp_grad_set *set) {
     int64_t i;
     for (i = 0; i < set->n && !set->rows[i].live; i++) {}
     return i == set->n && !(set->desc->sharded && ampi_world(set->amp) > 1);
 }
 
-/* Counts the step on the device; scaler is enabled or NULL.  In a graph AMP_RULE_LAUNCH writes the learning rate. */
+/* Counts the step on the device.  scaler is enabled or NULL.  In a graph, AMP_RULE_LAUNCH writes the learning rate. */
 static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scaler) {
     amp_k_rule rule = ampi_rule(AMP_RULE_STEPPED, scaler, o->set);
     rule.results = o->ring;
@@ -23928,7 +23990,7 @@ static amp_result ampi_count_step(const amp_optimizer *o, const amp_scaler *scal
     return ampi_run_rule(o->amp, &rule);
 }
 
-/* Starts copying the step's result to the host. */
+/* Starts to copy the step's result to CPU memory. */
 static amp_result ampi_send_result(amp_optimizer *o) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(o->amp, &dev, &stream);
@@ -23946,7 +24008,7 @@ static void ampi_weights_changed(const amp_grad_set *set) {
     for (i = 0; i < set->n; i++) if (set->rows[i].live) amp_param_changed(set->params[i]);
 }
 
-/* Copies are in use while a step, or the launch of a captured step, is being sent to the device. */
+/* Ends the use of copies.  It lasts while a step, or the launch of a captured step, is being sent to the device. */
 static void ampi_copies_end(amp_optimizer *o, amp_result result) {
     int64_t i;
     for (i = 0; o->copies != NULL && ampi_capture(o->amp) == NULL && i < o->set->n; i++)
@@ -23974,7 +24036,7 @@ static amp_result ampi_copies_begin(amp_optimizer *o) {
     return result;
 }
 
-/* Whether amp_optimizer_step or amp_step may start. */
+/* Checks whether amp_optimizer_step or amp_step may start. */
 static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_scaler *scaler) {
     AMPI_TRY(ampi_need_object(function, o, "optimizer"));
     if (scaler != NULL) AMPI_TRY(ampi_alive(&scaler->object, function));
@@ -23993,8 +24055,9 @@ static amp_result ampi_check_step(const char *function, amp_optimizer *o, amp_sc
     return ampi_refuse_fp16(function, o->set, o->set->stage == AMPI_CHECKED ? NULL : ampi_enabled(scaler));
 }
 
-/* Where a device sums by itself, the error of a parameter frozen on one rank alone comes when the step's result is due,
-   so in the same step on all ranks; until then it rests on all of them. */
+/* Returns the error of a parameter that is frozen on one rank alone, where a device itself makes the sums.  The error
+   is returned when the step's result is due, so it comes in the same step on all ranks.  Until then the parameter rests
+   on all of them. */
 static amp_result ampi_check_apart(amp_optimizer *o) {
     const int64_t number = o->attempts - AMPI_MAX(o->desc.result_lag, 0), slot = (number - 1) % AMP_STEP_RESULTS;
     void *dev, *stream;
@@ -24009,7 +24072,7 @@ static amp_result ampi_check_apart(amp_optimizer *o) {
     return ampi_fail_frozen(ampi_set_name(o->set, r->apart_row - 1), r->apart_frozen, r->apart_other);
 }
 
-/* Histories of the weights that are due are combined over ranks, in runs of neighbours. */
+/* Combines the histories of the weights that are due over ranks.  Neighbours are combined in one exchange. */
 static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) {
     int64_t i, n;
     for (i = 0; i < u->n; i += n + 3) {
@@ -24018,8 +24081,8 @@ static amp_result ampi_fp8_combine(amp_context *amp, const amp_k_fp8_update *u) 
     }
     return AMP_OK;
 }
-/* Ends a step for the tensors in FP8 of the optimizer's layers: histories, combined over ranks unless these step alone,
-   give the next step's scales. */
+/* Ends a step for the tensors in FP8 of the optimizer's layers.  Their histories give the next step's scales.  The
+   histories are combined over ranks first, unless each rank steps alone. */
 static amp_result ampi_fp8_step(const amp_optimizer *o, int combined) {
     const ampi_fp8_table *t;
     for (t = AMPI_HAS_FP8 ? ampi_fp8_tables(o->amp) : NULL; t != NULL; t = t->next) {
@@ -24064,7 +24127,7 @@ static amp_result ampi_step(amp_optimizer *o, amp_scaler *scaler) {
     ampi_seed_drop();
     ampi_buckets_recount(set->buckets);
     result = ampi_fp8_step(o, ampi_is_combined(set));
-    if (ampi_hook_gathers_late(set)) ampi_hook_buckets_gather_late(set->buckets);     /* no exchange is left */
+    if (ampi_hook_gathers_late(set)) ampi_hook_buckets_gather_late(set->buckets);     /* no exchange follows */
     AMPI_TRY(result);
     ampi_grow_late(o);
     return ampi_capture(o->amp) == NULL ? ampi_hook_outer_step(o) : AMP_OK;
@@ -24119,7 +24182,7 @@ static void ampi_result_fill(const amp_optimizer *o, const amp_k_step_result *k,
     out->consecutive_skips = k->consecutive_skips;
 }
 
-/* The number of the oldest result that is due, 0 if none is. */
+/* The number of the oldest result that is due, or 0 if none is. */
 static int64_t ampi_result_due(amp_optimizer *o) {
     int64_t due = AMPI_MAX(o->flushed, o->attempts - AMPI_MAX(o->desc.result_lag, 0));
     o->delivered = AMPI_MAX(o->delivered, o->attempts - AMP_STEP_RESULTS);
@@ -24155,12 +24218,12 @@ static int ampi_result_here(const amp_optimizer *o, int64_t number) {
     return (backend->event_done)(dev, o->events[(number - 1) % AMP_STEP_RESULTS], &done) == AMP_OK && done;
 }
 
-/* 1: the next step's result would overwrite one not yet delivered. */
+/* 1: the next step's result would overwrite one that is not delivered yet. */
 static int ampi_results_full(const amp_optimizer *o) { return o->attempts - o->delivered >= AMP_STEP_RESULTS; }
 #endif
 
 #if !defined(AMP_NO_CARE)
-/* Restores the progress, lr and seed of `then`.  Results pending then have been delivered since. */
+/* Restores the progress, lr and seed of `then`.  The results that were pending then have been delivered since. */
 static void ampi_optimizer_rewind(amp_optimizer *o, const amp_optimizer *then) {
     o->micro = then->micro;
     o->attempts = o->delivered = then->attempts;
@@ -24222,7 +24285,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     graph->object.unfinished = 1;
     graph->amp = amp;
     graph->thread = pthread_self();
-    graph->settings_version = ampi_settings_version(amp);      /* a later change reaches only part of the graph */
+    graph->settings_version = ampi_settings_version(amp);      /* a later change would reach only a part of the graph */
     ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, (backend->graph_begin)(dev, stream));
     if (result == AMP_OK) { ampi_object_enlist(&graph->object, NULL); return AMP_OK; }
@@ -24231,7 +24294,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     return result;
 }
 
-/* Every cycle begun must have ended with its step and update. */
+/* Checks that every cycle that was begun in the graph has ended with its step and update. */
 static amp_result ampi_graph_check(const amp_graph *graph, const char *function) {
     int64_t i;
     int open = ampi_live_gradients(graph->amp, 0);
@@ -24246,7 +24309,7 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                 : AMP_OK;
 }
 
-/* Notes the parameters that the host's own work in the graph changes, as reported by amp_param_changed. */
+/* Notes the parameters that the program's own work in the graph changes.  amp_param_changed has reported them. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
@@ -24266,7 +24329,7 @@ static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     return AMP_OK;
 }
 
-/* What the captured steps know of their rows is noted when the capture ends, and sent again before each launch where
+/* The captured steps' view of their rows is noted when the capture ends.  It is sent again before each launch, wherever
    other steps have changed it. */
 static amp_grad_set *ampi_graph_set(const amp_graph *graph, int64_t i) {
     return i < graph->n ? graph->optimizers[i]->set : graph->sets[i - graph->n];
@@ -24307,7 +24370,7 @@ static void ampi_set_undo(amp_grad_set *set) {
     if (scaler != NULL && scaler->sets == NULL) scaler->checked = 0;
 }
 
-/* Undoes on the host the calls of a failed capture. */
+/* Undoes the effects of a failed capture's calls in CPU memory. */
 static void ampi_graph_undo(const amp_graph *graph) {
     int64_t i;
     ampi_live_gradients(graph->amp, 1);
@@ -24331,7 +24394,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
     if (!pthread_equal(graph->thread, pthread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
-    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* without memory the capture goes on, and can be ended again */
+    AMPI_TRY(ampi_graph_note_rows(graph, f));       /* after a failure the capture continues and can be ended */
     graph->random = ampi_capture_end(amp);
     result = (backend->graph_end)(dev, stream, &graph->exec);
     if (result == AMP_OK) result = ampi_graph_check(graph, f);
@@ -24348,7 +24411,7 @@ AMP_API amp_result amp_graph_end(amp_context *amp, amp_graph **out) {
     return ampi_as("amp_graph_end", ampi_graph_end(amp, out));
 }
 
-/* Sends the device, by value, the numbers that change from launch to launch. */
+/* Sends the device the numbers that change from launch to launch.  They are sent by value. */
 static amp_result ampi_graph_numbers(const amp_graph *graph) {
     int64_t i;
     for (i = 0; i < AMPI_MAX(graph->n, (int64_t)1); i++) {
@@ -24393,9 +24456,10 @@ static amp_result ampi_graph_launch(amp_graph *graph) {
 }
 AMP_API amp_result amp_graph_launch(amp_graph *graph) { return ampi_as("amp_graph_launch", ampi_graph_launch(graph)); }
 
-/* ---- Saving an optimizer.  Records: names; frozen: those of parameters without a row; shape, counters, settings,
-   seed, outcomes; counts, powers: each row's amp_k_steps; the arrays m.0, v.0, master.0 and so on by row; cycle: the
-   rank that the gradients grad.0 ... belong to; live: which of them count.  Masters are always saved in fp32. */
+/* ---- Saving an optimizer.  The record `names` has the names of parameters with a row, and `frozen` of those without
+   one.  shape, counters, settings, seed and outcomes are records of the optimizer.  counts and powers are each row's
+   amp_k_steps.  The arrays are m.0, v.0, master.0 and so on, by row.  `cycle` names the rank that the gradients grad.0
+   and so on belong to, and `live` which of them count.  Masters are always saved in fp32. */
 
 enum {
     AMPI_CYCLE_RANK = 0,
@@ -24421,7 +24485,8 @@ static const ampi_saved ampi_settings_saved[] = {
     AMPI_STEP_REAL(beta1_power, 1), AMPI_STEP_REAL(beta2_power, 1), AMPI_STEP_REAL(lr, AMPI_DBL_MAX)
 };
 
-/* The results not yet delivered; fp64 holds each number exactly.  Trackers were added later, in their own record. */
+/* The results that are not delivered yet.  fp64 holds each number exactly.  Trackers were added later, so they have a
+   separate record. */
 #define AMPI_OUTCOME(member, type, low, high) \
     AMPI_SAVED("outcomes", AMP_F64, amp_k_step_result, member, type, low, high)
 static const ampi_saved ampi_outcome_saved[] = {
@@ -24437,7 +24502,7 @@ static const ampi_saved ampi_tracker_saved[] = {
 
 static const char *const ampi_array_names[AMPI_ARRAYS] = {"m", "v", "master"};
 
-/* Per row: its elements, and one bit for each of its arrays. */
+/* The record `shape`.  It has each row's elements, and one bit for each of its arrays. */
 static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     int64_t i;
     int a;
@@ -24451,7 +24516,7 @@ static amp_result ampi_shape_record(const amp_optimizer *o, int64_t **shape) {
     return AMP_OK;
 }
 
-/* The names of parameters that have a row, or have none, each followed by a line feed. */
+/* The names of parameters that have a row, or that have none.  A line feed follows each name. */
 static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char **text, int64_t *bytes) {
     int64_t i, row, pass, at = 0;
     for (pass = 0; pass < 2; pass++) {
@@ -24473,7 +24538,8 @@ static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char *
     return AMP_OK;
 }
 
-/* Sharded: rank and world, and of each row the first element of the part and its elements. */
+/* The record `part` of a sharded optimizer.  It has rank and world, then of each row the first element of the part and
+   the number of its elements. */
 static amp_result ampi_part_record(const amp_optimizer *o, int64_t **part) {
     int64_t i;
     AMPI_TRY(ampi_alloc(ampi_context_system(o->amp), "amp_optimizer_save", (void **)part, 2 * o->set->n + 2,
@@ -24513,7 +24579,7 @@ static amp_result ampi_save_rows(const amp_optimizer *o, amp_state *state, const
     return r;
 }
 
-/* Each row's own steps.  The most of them are also what 0.2, which has one count for all, loads: *most. */
+/* Saves each row's steps.  *most gets the largest count, because 0.2 loads one count for all rows. */
 static amp_result ampi_save_steps(const amp_optimizer *o, amp_state *state, const char *prefix, amp_k_steps *most) {
     const amp_system *s = ampi_context_system(o->amp);
     double *powers = NULL;
@@ -24595,21 +24661,21 @@ static amp_result ampi_save_outcomes(const amp_optimizer *o, amp_state *state, c
                            n);
 }
 
-/* The dtype of an array of a row in a record; 8-bit moments have a second one, of their scales. */
+/* The dtype of an array of a row in a record.  8-bit moments have a second record, for their scales. */
 static amp_dtype ampi_saved_dtype(const amp_k_tensor *row, int which) {
     return which == AMPI_MASTER || ampi_moments_are_f32(row) ? AMP_F32 : row->moment_dtype;
 }
 static const char *const ampi_scale_names[] = {"m_scales", "v_scales"};
 
-/* The elements and the dtype of a record; -1: there is none. */
+/* The number of elements and the dtype of a record.  -1: there is no such record. */
 static int64_t ampi_saved_count(const amp_state *state, const char *prefix, const char *name, int64_t i,
                                 amp_dtype *dtype) {
     char key[AMPI_STATE_KEY];
     return ampi_key("amp_optimizer_load", key, prefix, name, i) == AMP_OK ? amp_state_count(state, key, dtype) : -1;
 }
 
-/* Reads a record, widening bf16 if fp32 is wanted: bf16 lies in the upper half of the scratch, so each number is read
-   before it is overwritten. */
+/* Reads a record, and widens bf16 if fp32 is wanted.  The bf16 numbers are put into the upper half of the scratch, so
+   each is read before it is overwritten. */
 static amp_result ampi_get_as(const amp_state *state, const char *prefix, const char *name, int64_t i,
                               amp_dtype dtype, void *scratch, int64_t n) {
     char key[AMPI_STATE_KEY];
@@ -24622,7 +24688,7 @@ static amp_result ampi_get_as(const amp_state *state, const char *prefix, const 
     return AMP_OK;
 }
 
-/* The state that an optimizer's arrays are saved to or loaded from; the other is NULL. */
+/* The state that an optimizer's arrays are saved to, or loaded from.  The other of the two is NULL. */
 typedef struct ampi_archive {
     const amp_optimizer *o;
     amp_state *to;
@@ -24634,26 +24700,27 @@ typedef struct ampi_archive {
 
 /* The number of a row in the names of its records. */
 static int64_t ampi_saved_row(const ampi_archive *r, int64_t i) { return r->rows != NULL ? r->rows[i] : i; }
-/* The row that a saved one is, or -1. */
+/* The row that a saved row is here, or -1. */
 static int32_t ampi_own_row(const ampi_archive *r, int64_t saved) {
     int64_t i;
     for (i = 0; i < r->o->set->n && (saved < 0 || r->rows[i] != saved); i++) {}
     return i < r->o->set->n ? (int32_t)i : -1;
 }
 
-/* The elements of a row's records: of a rank's part, if that was saved or is, else of the parameter. */
+/* The number of elements of a row's records.  They hold a rank's part if that was saved or is being saved, and
+   otherwise the parameter. */
 static int64_t ampi_record_count(const amp_optimizer *o, const amp_state *from, const char *prefix, int64_t i) {
     int parts = from == NULL || ampi_saved_count(from, prefix, "part", -1, NULL) >= 0;
     return (parts ? &o->set->rows[i] : ampi_whole_row(o->set, i))->count;
 }
-/* Where a row's elements begin in them. */
+/* The place of the row's first element in its records. */
 static int64_t ampi_record_first(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     return ampi_record_count(r->o, r->from, r->prefix, i) == row->count ? 0 : row->first;
 }
 
-/* Copies n numbers of row i from the device to a record of theirs, or back from one.  parted: the record may hold the
-   whole row, of which n are this rank's part. */
+/* Copies n numbers of row i from the device to their record, or back from one.  parted: the record may hold the whole
+   row, and then n of its numbers are this rank's part. */
 static AMPI_COLD amp_result ampi_archive_array(const ampi_archive *r, const char *name, int64_t i, void *data,
                                                amp_dtype dtype, int64_t n, int parted) {
     int64_t n_saved = parted ? ampi_record_count(r->o, r->from, r->prefix, i) : n;
@@ -24667,7 +24734,8 @@ static AMPI_COLD amp_result ampi_archive_array(const ampi_archive *r, const char
     return ampi_put(r->to, r->prefix, name, i, dtype, r->scratch, n);
 }
 
-/* The same for a weight and its remainder, saved as one fp32 record; the scratch has room for twice as many numbers. */
+/* Copies a weight and its remainder, which are saved as one fp32 record.  The scratch has room for twice as many
+   numbers. */
 static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     const amp_k_tensor *row = &r->o->set->rows[i];
     int64_t n = ampi_record_count(r->o, r->from, r->prefix, i);
@@ -24691,7 +24759,7 @@ static amp_result ampi_archive_remainder(const ampi_archive *r, int64_t i) {
     return ampi_put(r->to, r->prefix, ampi_array_names[AMPI_MASTER], i, AMP_F32, values, row->count);
 }
 
-/* All blocks of a moment that is 8-bit on one side at least. */
+/* Converts all blocks of a moment that has 8 bits in memory or in its record. */
 static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64_t n, int pack) {
     float *scales = ampi_moment_scales(codes, n);
     ampi_moment_map map;
@@ -24704,7 +24772,7 @@ static void ampi_moments_convert(int which, uint8_t *codes, float *values, int64
     }
 }
 
-/* The same for a moment with 8 bits in memory, in its record or both.  The scratch holds fp32 values, then codes and
+/* Copies a moment that has 8 bits in memory, in its record or in both.  The scratch holds fp32 values, then codes and
    scales. */
 static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t i, void *data) {
     const amp_k_tensor *row = &r->o->set->rows[i];
@@ -24740,7 +24808,7 @@ static amp_result ampi_archive_moment(const ampi_archive *r, int which, int64_t 
     return ampi_send(r->o->amp, data, codes, (size_t)bytes);
 }
 
-/* 1: the record of this moment, in the state that is written or read, has 8 bits, or the row has. */
+/* 1: this moment has 8 bits in its row, or in its record in the state that is read. */
 static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int which, int64_t i) {
     amp_dtype saved = AMP_F32;
     if (which == AMPI_MASTER) return 0;
@@ -24749,7 +24817,7 @@ static int ampi_has_8bit(const ampi_archive *r, const amp_k_tensor *row, int whi
     return row->moment_dtype == AMP_MOMENTS_8BIT || saved == AMP_MOMENTS_8BIT;
 }
 
-/* States as a parameter begins with. */
+/* Gives a row the states that a parameter begins with. */
 static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
     int a;
     for (a = 0; a < AMPI_BLOCKS; a++)
@@ -24758,7 +24826,7 @@ static amp_result ampi_row_begin(const amp_optimizer *o, amp_k_tensor *row) {
     return ampi_make_master(o->amp, row);
 }
 
-/* The same for all arrays and the live gradients; rows that are new to the state begin anew. */
+/* Copies all arrays, and the live gradients.  Rows that the state does not have begin anew. */
 static AMPI_COLD amp_result ampi_archive_arrays(const ampi_archive *r) {
     int64_t i;
     int a;
@@ -24782,7 +24850,7 @@ static AMPI_COLD amp_result ampi_archive_arrays(const ampi_archive *r) {
     return AMP_OK;
 }
 
-/* The same for the outer step's arrays, which lie on the host: records anchor.0, outer.0 and so on, by row. */
+/* Copies the outer step's arrays, which are in CPU memory.  Their records are anchor.0, outer.0 and so on, by row. */
 static const char *const ampi_outer_names[] = {"anchor", "outer"};
 static AMPI_COLD amp_result ampi_archive_outer(const ampi_archive *r) {
     const ampi_outer *u = &r->o->outer;
@@ -24801,7 +24869,7 @@ static AMPI_COLD amp_result ampi_archive_outer(const ampi_archive *r) {
     return AMP_OK;
 }
 
-/* The scratch bytes that the largest row needs. */
+/* The bytes of scratch that the largest row needs. */
 static int64_t ampi_row_scratch(const amp_grad_set *set) {
     int64_t i, largest = 0;
     for (i = 0; i < set->n; i++)
@@ -24864,7 +24932,7 @@ static int ampi_has_line(const char *text, int64_t bytes, const char *name) {
     return 0;
 }
 
-/* Of two records that came with one version a state has both, or neither. */
+/* Checks that a state has both of two records, or neither.  Both were added in one version. */
 static amp_result ampi_check_both(const ampi_archive *r, const char *name, const char *other) {
     if (ampi_saved_count(r->from, r->prefix, name, -1, NULL) >= 0 ||
         ampi_saved_count(r->from, r->prefix, other, -1, NULL) < 0)
@@ -24872,7 +24940,7 @@ static amp_result ampi_check_both(const ampi_archive *r, const char *name, const
     return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s.%s, but %s.%s", r->prefix, name,
                      r->prefix, other);
 }
-/* A list of names; there may be none.  To be freed: *bytes. */
+/* Loads a list of names, which may be missing.  The caller frees *bytes bytes. */
 static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
     int64_t n = ampi_saved_count(r->from, r->prefix, name, -1, NULL);
     *text = NULL;
@@ -24882,9 +24950,9 @@ static amp_result ampi_load_text(const ampi_archive *r, const char *name, char *
     return ampi_get(r->from, r->prefix, name, -1, AMP_U8, *text, n);
 }
 
-/* Finds each row among those saved, which stand in the same order.  A parameter may have had a row when the state was
-   saved and be frozen here (named[0]), or the other way around (named[1]); a state of other parameters is refused, and
-   the first named. */
+/* Finds each row among the saved rows, which are in the same order.  A parameter may have had a row when the state was
+   saved, and be frozen here (named[0]).  It may also be the other way around (named[1]).  A state of other parameters
+   is refused, with the name of the first one. */
 static amp_result ampi_match_names(ampi_archive *r, const char *saved, int64_t bytes, const char *frozen,
                                    int64_t frozen_bytes, ampi_named *named) {
     const char *f = "amp_optimizer_load";
@@ -24974,7 +25042,7 @@ static amp_result ampi_load_shape(const ampi_archive *r) {
     return result;
 }
 
-/* The record of a row exists, with `count` elements of the right dtype. */
+/* Checks that the record of a row exists, with `count` elements of the right dtype. */
 static amp_result ampi_check_array(const ampi_archive *r, const char *name, int64_t i, int64_t count,
                                    amp_dtype wanted) {
     char key[AMPI_STATE_KEY];
@@ -24991,7 +25059,7 @@ static amp_result ampi_check_array(const ampi_archive *r, const char *name, int6
                      amp_dtype_name(dtype), (long long)count, amp_dtype_name(wanted));
 }
 
-/* The same for a moment; 8-bit ones and fp32 ones load into each other. */
+/* Checks the records of a moment.  8-bit moments and fp32 moments load into each other. */
 static amp_result ampi_check_moment(const ampi_archive *r, int which, int64_t i) {
     amp_dtype wanted = ampi_saved_dtype(&r->o->set->rows[i], which), saved = AMP_F32, dtype = AMP_F32;
     int64_t count = ampi_record_count(r->o, r->from, r->prefix, i), blocks = ampi_moment_blocks(count), n;
@@ -25015,12 +25083,13 @@ static int ampi_has_record(const amp_state *state, const char *prefix, const cha
     return ampi_saved_count(state, prefix, name, i, NULL) >= 0;
 }
 
-/* 1: a state has what the outer step needs. */
+/* 1: the outer step is in use, and the state has its arrays. */
 static int ampi_has_outer(const amp_optimizer *o, const amp_state *state, const char *prefix) {
     return o->desc.sync_every > 0 && ampi_has_record(state, prefix, ampi_outer_names[0], 0);
 }
 
-/* 1: saved between two outer steps.  States that do not tell their period are taken to have this one's. */
+/* 1: the state was saved between two outer steps.  If a state does not have its period, this optimizer's period is
+   assumed. */
 static int ampi_saved_within_period(const amp_optimizer *o, const amp_state *state, const char *prefix,
                                     int64_t attempts, amp_result *result) {
     int64_t every = o->desc.sync_every;
@@ -25030,7 +25099,8 @@ static int ampi_saved_within_period(const amp_optimizer *o, const amp_state *sta
     return every > 0 && attempts % every != 0;
 }
 
-/* A state saved in the middle of a cycle, between two outer steps, or sharded, belongs to one rank. */
+/* Checks that a state that belongs to one rank is loaded by that rank.  This is a state that was saved in the middle of
+   a cycle, between two outer steps, or sharded. */
 static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const int64_t own[AMPI_SAVED_CYCLE],
                                    int64_t micro, int live, int period) {
     const char *f = "amp_optimizer_load", *why = saved[AMPI_CYCLE_SHARDED] ? "sharded"
@@ -25052,7 +25122,8 @@ static amp_result ampi_check_cycle(const int64_t saved[AMPI_SAVED_CYCLE], const 
                      (long long)own[AMPI_CYCLE_RANK], (long long)own[AMPI_CYCLE_WORLD]);
 }
 
-/* live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the rank. */
+/* Loads which gradients count.  live[saved row]: its gradient was saved and counts.  States of 0.1.0 do not name the
+   rank. */
 static amp_result ampi_load_cycle(const ampi_archive *r, int64_t micro, int period, uint8_t *live) {
     int64_t saved[AMPI_SAVED_CYCLE], own[AMPI_SAVED_CYCLE], i;
     int any = 0;
@@ -25089,7 +25160,7 @@ static amp_result ampi_check_arrays(const ampi_archive *r, const uint8_t *live) 
     return AMP_OK;
 }
 
-/* A rank's part of a sharded state is for the same part. */
+/* Checks that a rank's part of a sharded state is for the same part. */
 static amp_result ampi_load_part(const ampi_archive *r) {
     const amp_system *s = ampi_context_system(r->o->amp);
     int64_t *own, *saved, n = 2 * r->n_saved + 2, n_own = 2 * r->o->set->n + 2, i;
@@ -25144,7 +25215,7 @@ static amp_result ampi_load_counters(amp_optimizer *o, const ampi_saved_optimize
     return AMP_OK;
 }
 
-/* What a load reads and checks before it changes anything. */
+/* Everything that a load reads and checks before it changes anything. */
 typedef struct ampi_loading {
     ampi_archive archive;
     ampi_saved_optimizer numbers;
@@ -25156,10 +25227,10 @@ typedef struct ampi_loading {
     int32_t kernels[2];             /* a CPU path, and the dtype of regions; 0: not known */
 } ampi_loading;
 
-/* 1: from 0 to 1; also where the compiler takes NaN for impossible. */
+/* 1: x is from 0 to 1.  This also works where the compiler assumes that there is no NaN. */
 static int ampi_is_share(double x) { return amp_is_finite_f64(&x) && x >= 0 && x <= 1; }
 
-/* The path and the dtype that the state was trained with; those of 0.2 do not say. */
+/* Loads the path and the dtype that the state was trained with.  States of 0.2 do not have them. */
 static amp_result ampi_load_kernels(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
     AMPI_TRY(ampi_check_both(r, "kernels", "frozen"));
@@ -25170,7 +25241,7 @@ static amp_result ampi_load_kernels(ampi_loading *l) {
                      "%s.kernels = %d, %d, must be a CPU path and a dtype: load an earlier state", r->prefix,
                      l->kernels[0], l->kernels[1]);
 }
-/* Goes on as the state was trained, or says what is otherwise. */
+/* Continues with the kernels that the state was trained with, or logs what is different. */
 static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
     if (kernels[1] != 0 && kernels[1] != (int32_t)dtype && !amp->dtype_given)
@@ -25184,7 +25255,7 @@ static void ampi_resume_kernels(amp_context *amp, const int32_t kernels[2]) {
                  ampi_cpu_path_name(amp->machine.cpu.path));
 }
 
-/* The steps of each saved row; those of 0.2 have one count for all. */
+/* Loads the steps of each saved row.  States of 0.2 have one count for all rows. */
 static amp_result ampi_load_steps(ampi_loading *l) {
     const ampi_archive *r = &l->archive;
     const amp_system *s = ampi_context_system(r->o->amp);
@@ -25219,7 +25290,7 @@ static amp_result ampi_load_steps(ampi_loading *l) {
     return result;
 }
 
-/* Names, shapes, counters and results. */
+/* Loads and checks names, shapes, counters and results. */
 static amp_result ampi_load_facts(ampi_loading *l) {
     const char *f = "amp_optimizer_load", *prefix = l->archive.prefix;
     const amp_state *state = l->archive.from;
@@ -25316,7 +25387,7 @@ AMP_API amp_result amp_optimizer_load(amp_optimizer *optimizer, const amp_state 
 
 /* ---- Learning-rate schedules */
 
-/* What not all kinds read. */
+/* The fields that not all kinds of schedules read. */
 enum { AMPI_READS_MIN = 1, AMPI_READS_STEPS = 2, AMPI_READS_DECAY = 4, AMPI_READS_TIME = 8 };
 static const struct ampi_schedule_row { const char *name; int reads; } ampi_schedules[] = {
     {"?", 0}, {"CONSTANT", 0}, {"LINEAR", AMPI_READS_MIN | AMPI_READS_STEPS},
@@ -25408,13 +25479,14 @@ AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, d
 
 /* ==== 12 >>ranks: implementation ==== */
 
-/* The first of a rank's n numbers that another rank has otherwise than rank 0, that rank, and both values. */
+/* The first of a rank's n numbers that differs from rank 0's number, the rank it is on, and both values. */
 typedef struct ampi_apart { int64_t which; int32_t rank; double value, first; int path; } ampi_apart;
 
 #if !defined(AMP_NO_RANKS)
 
-/* ---- Ranks of one process.  A reduction is two meetings: at the first all have come with their buffers, which are
-   compared; each rank then combines a share of the elements, and writes it to all; at the second all are done. */
+/* ---- Ranks of one process.  A reduction has two meetings.  At the first, all ranks have come with their buffers, and
+   the calls are compared.  Each rank then combines a share of the elements and writes it to the buffers of all ranks.
+   At the second, all ranks are done. */
 
 enum { AMPI_RANKS_MOST = 1024, AMPI_RANKS_PIECE = 512 };
 typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT } ampi_seat_state;
@@ -25458,16 +25530,16 @@ typedef struct ampi_seat {
 struct amp_ranks {
     amp_system system;
     uint64_t made;                  /* a serial */
-    pthread_mutex_t lock;           /* guards the rest, but for what a seat brings to a meeting */
+    pthread_mutex_t lock;           /* guards the rest, except a seat's call, which its rank sets before a meeting */
     pthread_cond_t met;
     int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
     uint64_t meetings;
     int agreed;                     /* 1: the last meeting was whole, and nothing broken */
-    char broken[160];               /* why every call fails from now on; "": they do not */
+    char broken[160];               /* why every call fails from now on; "": none does */
     ampi_seat *seats;
 };
 
-/* The first reason stays. */
+/* Notes why the ranks are broken.  The first reason stays. */
 static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format, ...) {
     ampi_sheet s = ampi_sheet_of(r->broken, r->broken[0] == 0 ? sizeof r->broken : 0);
     va_list args;
@@ -25477,14 +25549,14 @@ static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format,
     pthread_cond_broadcast(&r->met);
 }
 
-/* Whether one rank writes what another reads or writes. */
+/* Whether one rank writes memory that the other reads or writes. */
 static int ampi_seats_share(const ampi_seat *a, const ampi_seat *b) {
     size_t in = ampi_part_bytes(&a->call) * (size_t)ampi_parts_in(&a->call, a->ranks->world);
     size_t out = ampi_part_bytes(&a->call) * (size_t)ampi_parts_out(&a->call, a->ranks->world);
     return !ampi_is_apart(a->call.out, out, b->call.out, out) || !ampi_is_apart(a->call.out, out, b->call.in, in) ||
            !ampi_is_apart(a->call.in, in, b->call.out, out);
 }
-/* Whether all have come for the same. */
+/* Breaks the ranks unless all have come with the same call, and with separate memory. */
 static void ampi_ranks_compare(amp_ranks *r) {
     const ampi_exchange *first = &r->seats->call, *e;
     char a[80], b[80];
@@ -25502,8 +25574,9 @@ static void ampi_ranks_compare(amp_ranks *r) {
     }
 }
 
-/* Waits until all ranks have come; 0: the reduction fails, on all alike.  Whoever works on the others' memory comes to
-   the second meeting, `done`, for sure, so nothing ends that early. */
+/* Waits until all ranks have come.  0: the reduction fails, on all ranks alike.  A rank that works on the memory of
+   others always comes to the second meeting (`done`), which has no deadline, so that no rank frees its memory too
+   early. */
 static int ampi_ranks_meet(ampi_seat *seat, int done) {
     amp_ranks *r = seat->ranks;
     int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
@@ -25532,13 +25605,13 @@ static int ampi_ranks_meet(ampi_seat *seat, int done) {
     return whole;
 }
 
-/* NaN, by its bits, counts as the largest. */
+/* The larger value.  NaN counts as the largest, and NaNs are compared by their bits. */
 static double ampi_larger(double a, double b) {
     const uint64_t inf = (uint64_t)0x7ff0 << 48, magnitude = UINT64_MAX >> 1;
     if ((ampi_bits_f64(a) & magnitude) > inf) return a;
     return (ampi_bits_f64(b) & magnitude) > inf || b > a ? b : a;
 }
-/* Elements [first, first + n) of all buffers into `out`. */
+/* Combines elements [first, first + n) of all buffers into `out`. */
 static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int64_t n) {
     const ampi_exchange *e = &r->seats->call;
     size_t size = amp_dtype_size(e->dtype);
@@ -25553,7 +25626,7 @@ static void ampi_ranks_combine(const amp_ranks *r, void *out, int64_t first, int
     }
     (void)amp_convert(out, e->dtype, sum, AMP_F64, n, NULL, NULL);
 }
-/* A share of the elements, for all ranks. */
+/* Combines this rank's share of the elements, and copies it to all ranks. */
 static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
     const int64_t count = r->seats->call.count, whole = count / r->world, rest = count % r->world;
     const size_t size = amp_dtype_size(r->seats->call.dtype);
@@ -25568,7 +25641,7 @@ static void ampi_ranks_reduce_share(const amp_ranks *r, int32_t rank) {
             memcpy((char *)r->seats[other].call.out + at, (char *)r->seats->call.out + at, (size_t)n * size);
     }
 }
-/* This rank's part. */
+/* Combines this rank's part. */
 static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     int64_t i, n;
@@ -25577,7 +25650,7 @@ static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
         ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
     }
 }
-/* What this rank gets from each. */
+/* Copies to this rank what it gets from each rank. */
 static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     const size_t bytes = ampi_part_bytes(e);
@@ -25748,8 +25821,9 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
     ampi_ranks_let_go(ranks);
 }
 
-/* ---- Exchanges between the ranks of a context: by the reducer's own call, or by reduce.  Then, and where host memory
-   stands between a device and a reducer on the host, they go piece by piece. */
+/* ---- Exchanges between the ranks of a context.  An exchange is made by the reducer's own call for it, or by reduce if
+   there is none.  With reduce it is made piece by piece.  So it is if the data of a device goes through CPU memory to a
+   reducer that works there. */
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -25781,17 +25855,17 @@ static amp_result ampi_exchange_call(const amp_context *amp, const ampi_exchange
     const amp_reducer *r = ampi_reducer(amp);
     int code;
     AMPI_CALLOUT(ampi_reducer_text, code = ampi_exchange_by(r, e, stream));
-    if (r == &amp->on_device) return (amp_result)code;      /* the backend has said why */
+    if (r == &amp->on_device) return (amp_result)code;      /* the backend has set the error text */
     return code == 0 ? AMP_OK : ampi_exchange_fail(r, e, code);
 }
 
-/* Host memory for a piece of an exchange.  wide: what reduce gets instead of the reducer's own call; on_device: the
-   same for a reducer that reads a device's memory. */
+/* CPU memory for a piece of an exchange.  wide: the buffer for reduce, if the reducer has no call for the exchange.
+   on_device: the same buffer for a reducer that reads a device's memory. */
 typedef struct ampi_relay {
     amp_context *amp;
     void *stream;
     int32_t rank, world;
-    int visible;                    /* 1: the exchange's memory is the host's */
+    int visible;                    /* 1: the CPU can read the memory of the exchange */
     char *in, *out, *wide; void *on_device;
     int64_t in_bytes, out_bytes, wide_bytes;
 } ampi_relay;
@@ -25807,7 +25881,8 @@ static amp_result ampi_relay_send(const ampi_relay *s, void *dst, const void *sr
     return (s->amp->backend->stream_sync)(s->amp->dev, s->stream);
 }
 
-/* Bytes travel as 16-bit integers in fp32: each sum has one term that may be other than 0, so it is exact. */
+/* Widens bytes for an exchange by reduce.  They travel as 16-bit integers in fp32.  Each sum has only one term that can
+   differ from 0, so it is exact. */
 static void ampi_bytes_to_wide(float *wide, const char *bytes, int64_t n) {
     const unsigned char *at = (const unsigned char *)bytes;
     int64_t i;
@@ -25823,7 +25898,7 @@ static void ampi_bytes_of_wide(char *bytes, const float *wide, int64_t n) {
     }
 }
 
-/* Reduces `wide`. */
+/* Reduces `wide`, on the device if the reducer works there. */
 static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtype dtype, amp_reduce_op op) {
     size_t bytes = (size_t)count * amp_dtype_size(dtype);
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, s->wide, s->wide, count, dtype);
@@ -25834,7 +25909,7 @@ static amp_result ampi_relay_reduce(const ampi_relay *s, int64_t count, amp_dtyp
     AMPI_TRY(ampi_exchange_call(s->amp, &e, s->stream));
     return ampi_relay_fetch(s, s->wide, s->on_device, bytes);
 }
-/* A piece of n elements a part, from s->in to s->out. */
+/* Makes an exchange of n elements per part, from s->in to s->out, by reduce. */
 static amp_result ampi_relay_emulate(const ampi_relay *s, const ampi_exchange *e, int64_t n) {
     size_t size = amp_dtype_size(e->dtype);
     int64_t words = (n + 1) / 2;
@@ -25875,7 +25950,7 @@ static amp_result ampi_relay_run(const ampi_relay *s, const ampi_exchange *e, in
     }
     return AMP_OK;
 }
-/* 1: through host memory. */
+/* 1: the exchange goes through CPU memory. */
 static int ampi_is_relayed(const amp_context *amp, const ampi_exchange *e) {
     int on_host = ampi_reducer(amp)->on_host;
     if (amp->backend->host_visible || on_host == 0) return 0;
@@ -25913,7 +25988,7 @@ static amp_result ampi_exchange_staged(amp_context *amp, const ampi_exchange *e,
     return result;
 }
 
-/* Of buckets, whose thread makes one exchange after the other. */
+/* Makes an exchange of a bucket.  The thread of the buckets makes one exchange after the other. */
 static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, void *stream) {
     const amp_reducer *r = ampi_reducer(amp);
     int native = ampi_is_native(r->calls, e->kind);
@@ -25929,7 +26004,8 @@ static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, vo
     }
     return ampi_exchange_call(amp, e, stream);
 }
-/* Of everything else: not beside them. */
+/* Makes any other exchange.  It first waits for the weights of the buckets, since the reducer makes one exchange at a
+   time. */
 static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
     AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
     return ampi_exchange_now(amp, e, stream);
@@ -25940,7 +26016,7 @@ static amp_result ampi_hook_reduce(amp_context *amp, void *data, int64_t count, 
     return ampi_exchange_run(amp, &e, ampi_settings(amp)->stream);
 }
 
-/* An exchange of host memory, whatever memory the reducer works on. */
+/* Makes an exchange of CPU memory, whatever memory the reducer works on. */
 static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
     int64_t in = ampi_parts_in(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
     int64_t out = ampi_parts_out(&e, ampi_world(amp)) * (int64_t)ampi_part_bytes(&e);
@@ -25958,7 +26034,8 @@ static amp_result ampi_exchange_host(amp_context *amp, ampi_exchange e) {
     return result;
 }
 
-/* Joins the ranks on their devices.  The host's reducer carries rank 0's id, and whether all can join. */
+/* Joins the ranks on their devices.  The program's reducer distributes rank 0's id, and counts the ranks that cannot
+   join. */
 static amp_result ampi_hook_ranks_open(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     const amp_backend *b = amp->backend;
@@ -25992,15 +26069,16 @@ static amp_result ampi_hook_ranks_open(amp_context *amp) {
     return (b->communicator)(amp->dev, &args, &amp->on_device);
 }
 
-/* ---- Ranks: what one finds decides for all, so that all go the same way and make the same calls */
+/* ---- Agreement of ranks.  A result that one rank finds decides for all, so that all continue alike and make the same
+   calls. */
 
-/* The largest of all ranks' numbers. */
+/* The largest of all ranks' numbers, in place. */
 static amp_result ampi_ranks_most(amp_context *amp, double *x, int64_t n) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, n, AMP_F64);
     e.op = AMP_REDUCE_MAX;
     return ampi_world(amp) > 1 ? ampi_exchange_host(amp, e) : AMP_OK;
 }
-/* A user function's code; not 0 also if another rank's is not. */
+/* The code of a user function.  It is also not 0 if the function failed on another rank. */
 static int ampi_ranks_code(amp_context *amp, int code) {
     double failed = code != 0;
     amp_result result = ampi_ranks_most(amp, &failed, 1);
@@ -26011,7 +26089,7 @@ static int ampi_ranks_code(amp_context *amp, int code) {
 static amp_result ampi_ranks_result(amp_context *amp, amp_result result) {
     return (amp_result)ampi_ranks_code(amp, (int)result);
 }
-/* Gives all what the first rank with the largest key has. */
+/* Copies the data of the first rank with the largest key to all ranks. */
 static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, double key) {
     ampi_exchange e = ampi_exchange_of(AMPI_BROADCAST, data, data, bytes, AMP_U8);
     double most = key, first = -(double)ampi_settings(amp)->reducer.rank;
@@ -26024,17 +26102,17 @@ static amp_result ampi_ranks_take(amp_context *amp, void *data, int64_t bytes, d
 }
 static int ampi_is_first(const amp_context *amp) { return ampi_settings(amp)->reducer.rank == 0; }
 
-/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  They are cut from the last
-   parameter to the first, those that came later in buckets of their own, so that the parts of ranks stay what they
-   were; within one the first lies first.  Once the operators that have added to a bucket's gradients in a cycle before
-   have done so again, the bucket is sent: by a separate thread, or in a stream if the
-   reducer obeys those.  All ranks send all buckets in the same order, that in which backward finished them on rank 0 in
-   the first whole cycle; what is not ready waits for the step.
-   With .shard or .deterministic, each rank has a part of each bucket, at multiples of ampi_buckets_unit elements of
-   every parameter in it, and sums that part in fp32.
-   What lies in one piece in memory (ampi_bucket_find_flat) is sent from there, and comes there, without a copy. */
+/* ---- Buckets: how the gradients of an optimizer's parameters are summed over ranks.  Buckets are cut from the last
+   parameter to the first.  Parameters that came later have separate buckets, so that the ranks keep the same parts of
+   those before.  Within a bucket, the first parameter has the first place.  Operators add to a bucket's gradients.
+   Once those that did so in an earlier cycle have done so again, the bucket is sent, by a separate thread, or in a
+   stream if the reducer obeys streams.  All ranks send all buckets in the same order, the one in which backward
+   finished them on rank 0 in the first whole cycle.  A bucket that is not ready is sent in the step.
+   With .shard or .deterministic, each rank has a part of each bucket, and sums that part in fp32.  Parts are cut at
+   multiples of ampi_buckets_unit elements of every parameter in them.
+   A bucket that is one piece of memory (ampi_bucket_find_flat) is sent and received there, without a copy. */
 
-/* What rank `rank` has of a row: elements from *first on. */
+/* The number of elements of a row that rank `rank` has.  *first is the first of them. */
 static int64_t ampi_bucket_part(const ampi_buckets *b, int64_t row, int32_t rank, int64_t *first) {
     int64_t part = b->all[b->rows[row].bucket].count / ampi_world(b->amp), place = b->rows[row].place;
     int64_t count = b->whole[row].count, from = AMPI_MAX(part * rank - place, 0);
@@ -26047,7 +26125,7 @@ static double ampi_seconds(const amp_context *amp) {
     return (double)ampi_clock(s) * 1e-9;
 }
 
-/* A device's stream of buckets waits for the context's, or the context's for it. */
+/* Makes the device's stream of buckets wait for the context's stream, or with `back` the reverse. */
 static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
     const amp_backend *backend = b->amp->backend;
     void *own = ampi_settings(b->amp)->stream;
@@ -26056,7 +26134,7 @@ static amp_result ampi_buckets_order(const ampi_buckets *b, int back) {
     return (backend->event_wait)(b->amp->dev, b->finished, back ? own : b->stream);
 }
 
-/* n numbers, converted if need be. */
+/* Copies n numbers, and converts them if the dtypes differ. */
 static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to, const void *src, amp_dtype from,
                                  int64_t n) {
     const amp_backend *backend = b->amp->backend;
@@ -26073,7 +26151,7 @@ static amp_result ampi_flat_move(const ampi_buckets *b, void *dst, amp_dtype to,
     return (backend->cast)(b->amp->dev, &cast, b->stream);
 }
 
-/* Copies a bucket's gradients into `flat`, or back. */
+/* Copies a bucket's gradients into `flat`, or with `back` from it. */
 static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, void *flat, amp_dtype dtype, int back) {
     int64_t i;
     for (i = k->first; i < k->first + k->n; i++) {
@@ -26085,7 +26163,7 @@ static amp_result ampi_bucket_copy(const ampi_buckets *b, const ampi_bucket *k, 
     return AMP_OK;
 }
 
-/* Rounds numbers of this rank's part to what a narrower dtype holds. */
+/* Rounds numbers of this rank's part to numbers that a narrower dtype can represent. */
 static amp_result ampi_shard_round(const ampi_buckets *b, float *x, amp_dtype dtype, int64_t n) {
     if (dtype == AMP_F32) return AMP_OK;
     AMPI_TRY(ampi_flat_move(b, b->received, dtype, x, AMP_F32, n));
@@ -26100,7 +26178,7 @@ static amp_result ampi_shard_round_rows(const ampi_buckets *b, int64_t first, in
     return AMP_OK;
 }
 
-/* The parts that have come from all ranks become their sum, in the order of ranks. */
+/* Adds the parts that have come from all ranks, in the order of ranks. */
 static amp_result ampi_bucket_sum(const ampi_buckets *b, float *sum, int64_t part) {
     const amp_dtype wire = b->set->desc->wire;
     const int32_t world = ampi_world(b->amp);
@@ -26129,7 +26207,7 @@ static amp_result ampi_bucket_exchange(const ampi_buckets *b, ampi_exchange_kind
     return ampi_exchange_now(b->amp, &e, b->stream);
 }
 
-/* In fp32 by the reducer's own sums. */
+/* Sums a bucket in fp32 by the reducer's own sums. */
 static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k) {
     void *flat = k->flat != NULL ? k->flat : b->send;
     int64_t part = k->count / ampi_world(b->amp);
@@ -26141,7 +26219,7 @@ static amp_result ampi_bucket_reduce(const ampi_buckets *b, const ampi_bucket *k
     AMPI_TRY(ampi_bucket_exchange(b, AMPI_REDUCE, flat, flat, k->count, AMP_F32));
     return k->flat == NULL ? ampi_bucket_copy(b, k, flat, AMP_F32, 1) : AMP_OK;
 }
-/* By sums of this rank's part here; without parts all ranks get all sums at once. */
+/* Sums this rank's part of a bucket here.  Without parts, all ranks then get all sums at once. */
 static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_bucket *k) {
     const amp_dtype wire = b->set->desc->wire;
     int64_t part = k->count / ampi_world(b->amp);
@@ -26154,7 +26232,7 @@ static amp_result ampi_bucket_sum_ordered(const ampi_buckets *b, const ampi_buck
     AMPI_TRY(ampi_bucket_exchange(b, AMPI_GATHER, b->received, b->send, part, wire));
     return ampi_bucket_copy(b, k, b->send, wire, 1);
 }
-/* Gives a bucket's gradients back to the system. */
+/* Discards the memory of a bucket's gradients, so that the system can use it. */
 static void ampi_bucket_discard(const ampi_buckets *b, const ampi_bucket *k) {
     int64_t i;
     if (k->flat != NULL) ampi_discard(k->flat, (size_t)k->count * 4);
@@ -26170,7 +26248,7 @@ static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
     return AMP_OK;
 }
 
-/* Runs bucket i, unless one has failed, and notes it.  Called and left with the lock held. */
+/* Runs bucket i, unless a bucket has failed, and counts it as done.  Called and left with the lock held. */
 static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     amp_result result = b->failed;
     double start = 0;
@@ -26186,7 +26264,8 @@ static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     pthread_cond_broadcast(&b->changed);
 }
 
-/* The bytes of a rank's weights in a bucket; `at` NULL, or what they are copied to, or from with `back`. */
+/* The bytes of a rank's weights in a bucket.  If `at` is not NULL, the weights are copied to it, or with `back` from
+   it. */
 static int64_t ampi_bucket_weights(const ampi_buckets *b, const ampi_bucket *k, int32_t rank, char *at, int back,
                                    amp_result *result) {
     int64_t i, first, bytes = 0;
@@ -26207,7 +26286,7 @@ static int64_t ampi_bucket_weight_bytes(const ampi_buckets *b, const ampi_bucket
     for (r = 0; r < ampi_world(b->amp); r++) most = AMPI_MAX(most, ampi_bucket_weights(b, k, r, NULL, 0, NULL));
     return most;
 }
-/* The weights of a bucket from all ranks' updates. */
+/* Gathers a bucket's weights, which each rank has updated a part of. */
 static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k) {
     const int32_t own = ampi_settings(b->amp)->reducer.rank;
     int64_t bytes = ampi_bucket_weight_bytes(b, k);
@@ -26220,8 +26299,8 @@ static amp_result ampi_bucket_gather(const ampi_buckets *b, const ampi_bucket *k
         if (r != own) ampi_bucket_weights(b, k, r, flat + r * bytes, 1, &result);
     return result;
 }
-/* Gathers the last bucket on its way: forward mostly needs first what backward finishes last.  Called and left with the
-   lock held. */
+/* Gathers the last bucket that is left, because forward mostly first needs the weights whose gradients backward
+   finishes last.  Called and left with the lock held. */
 static void ampi_bucket_serve_weights(ampi_buckets *b) {
     const ampi_bucket *k = &b->all[b->to_gather - 1];
     amp_result result;
@@ -26239,7 +26318,8 @@ static void ampi_bucket_serve_weights(ampi_buckets *b) {
     pthread_cond_broadcast(&b->changed);
 }
 
-/* The host's thread has waited since `start`; busy: and done the work itself. */
+/* Adds the time since `start` to the time that the program's thread has waited.  busy: the thread has also done the
+   work itself. */
 static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
     start = ampi_seconds(b->amp) - start;
     pthread_mutex_lock(&b->lock);
@@ -26252,7 +26332,7 @@ static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's own threads */
     pthread_mutex_lock(&b->lock);
     for (;;) {
         while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
@@ -26260,13 +26340,13 @@ static void ampi_buckets_main(void *arg) {
             ampi_bucket_serve_weights(b);
             continue;
         }
-        if (b->done == b->posted) break;        /* closing: ranks that have sent a bucket wait for it */
+        if (b->done == b->posted) break;        /* all is sent: other ranks wait for posted buckets */
         ampi_bucket_serve(b, b->done);
     }
     pthread_mutex_unlock(&b->lock);
 }
 
-/* 1: nobody but operators has touched these gradients. */
+/* 1: only operators have added to these gradients, and all of them have. */
 static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
     int64_t i;
     if (k->waiting > 0) return 0;
@@ -26277,7 +26357,7 @@ static int ampi_bucket_ready(const ampi_buckets *b, const ampi_bucket *k) {
     return 1;
 }
 
-/* Sends what is ready, or all that is left.  Called with the lock held. */
+/* Sends the buckets that are ready, or with `rest` all that are left.  Called with the lock held. */
 static void ampi_buckets_launch(ampi_buckets *b, int rest) {
     if (b->launching) return;
     b->launching = 1;
@@ -26328,14 +26408,15 @@ static amp_result ampi_bucket_set(ampi_gradient_watch *w, const amp_param *p) {
     return row < 0 || p->master != NULL ? AMP_OK : ampi_make_master(b->amp, &b->set->rows[row]);
 }
 
-/* 1: buckets may go before the step: in the last micro-batch of a cycle, once a cycle was seen, and with no other
-   optimizer or set, whose sums ranks might send in another order. */
+/* 1: buckets may be sent before the step.  They may in the last micro-batch of a cycle, once a cycle has been recorded.
+   They may not beside another optimizer or set, since ranks might send its sums in another order. */
 static int ampi_buckets_early(const ampi_buckets *b) {
     int alone = b->amp->watches == &b->watch && b->watch.next == NULL && b->amp->own_sets == 0;
     return alone && b->recorded && !b->set->desc->no_overlap && *b->micro + 1 == b->set->desc->accumulation &&
            b->set->stage == AMPI_READY && !b->set->spoiled && (ampi_capture(b->amp) == NULL || !b->threaded);
 }
-/* With sharded gradients backward waits for all buckets but one: what it is ahead of the sums is held whole. */
+/* With sharded gradients, makes backward wait until at most one bucket is on its way.  The gradients of buckets that
+   are not summed yet use their full memory. */
 static void ampi_buckets_pace(ampi_buckets *b) {
     double start;
     if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
@@ -26364,15 +26445,16 @@ static int ampi_compare_turns(const void *a, const void *b) {
     return x->turn != y->turn ? (x->turn > y->turn) - (x->turn < y->turn)
                               : (x->first > y->first) - (x->first < y->first);
 }
-/* Buckets in the order of .turn, else as they were cut.  Called with the lock held. */
+/* Sorts buckets by .turn, and otherwise in the order in which they were cut.  Called with the lock held. */
 static void ampi_buckets_arrange(ampi_buckets *b) {
     int64_t i, j;
     qsort(b->all, (size_t)b->n, sizeof *b->all, ampi_compare_turns);
     for (i = 0; i < b->n; i++)
         for (j = b->all[i].first; j < b->all[i].first + b->all[i].n; j++) b->rows[b->order[j]].bucket = i;
 }
-/* After a whole cycle: buckets go in the order in which rank 0's backward finished them; last those that can only go in
-   the step, with a gradient that no operator adds to, or the host does. */
+/* Sorts buckets after a whole cycle, into the order in which rank 0's backward finished them.  Buckets that can only be
+   sent in the step come last.  Those are buckets with a gradient that no operator adds to, or that the program adds
+   to. */
 static amp_result ampi_buckets_sort(ampi_buckets *b) {
     int64_t i, j;
     for (i = 0; i < b->n; i++) {
@@ -26390,8 +26472,8 @@ static amp_result ampi_buckets_sort(ampi_buckets *b) {
     pthread_mutex_unlock(&b->lock);
     return AMP_OK;
 }
-/* After a failure, of which some ranks may know more than others: the next whole cycle sorts again.  No weights may be
-   on their way. */
+/* Undoes the order after a failure, of which some ranks may know more than others.  The next whole cycle sorts again.
+   No weights may be on their way. */
 static void ampi_buckets_unsort(ampi_buckets *b) {
     int64_t i;
     pthread_mutex_lock(&b->lock);
@@ -26401,7 +26483,8 @@ static void ampi_buckets_unsort(ampi_buckets *b) {
     pthread_mutex_unlock(&b->lock);
 }
 
-/* Waits for all buckets to come back, from a step (`whole`: of a whole cycle) or where a cycle is given up. */
+/* Waits for all buckets to come back.  A step calls this at the end of a whole cycle (`whole`), and so does the end of
+   a cycle that is given up. */
 static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     const char *late = NULL;
     amp_result result;
@@ -26439,7 +26522,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
     if (result != AMP_OK) ampi_buckets_recount(b);
     return result;
 }
-/* The seconds of this cycle, for its result. */
+/* The seconds of this cycle, for the step's result. */
 static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
     out[0] = out[1] = 0;
     if (b == NULL) return;
@@ -26460,7 +26543,7 @@ static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
     pthread_mutex_unlock(&b->lock);
     return any ? ampi_buckets_order(b, 1) : AMP_OK;
 }
-/* Ends a cycle that has no step.  All ranks come here, so what some have sent is sent by all. */
+/* Ends a cycle that has no step.  All ranks call this, so a bucket that some ranks have sent is sent by all. */
 static amp_result ampi_hook_buckets_give_up(ampi_buckets *b) {
     amp_result result = AMP_OK;
     if (b == NULL) return AMP_OK;
@@ -26473,7 +26556,7 @@ static int ampi_hook_bucket_sent(const ampi_buckets *b, int64_t row) {
     return b != NULL && b->rows[row].bucket < b->posted;
 }
 
-/* Gathers all weights: in the step, or in the thread, after it. */
+/* 1: the thread gathers all weights after the step.  0: the step does. */
 static int ampi_hook_gathers_late(const amp_grad_set *set) {
     return ampi_shards(set) && set->desc->overlap_param_gather && set->buckets->threaded;
 }
@@ -26492,7 +26575,8 @@ static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
     pthread_cond_broadcast(&b->changed);
     pthread_mutex_unlock(&b->lock);
 }
-/* The bucket with a parameter's weight, or with memory of it; .n: none.  Of several, what comes last. */
+/* The bucket with a parameter's weight, or with memory of it.  Of several, it is the one that is gathered last.  .n:
+   there is none. */
 static int64_t ampi_bucket_of_weight(const ampi_buckets *b, const amp_param *p) {
     const size_t bytes = (size_t)AMPI_MAX(amp_tensor_count(&p->weight), (int64_t)0) * amp_dtype_size(p->weight.dtype);
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
@@ -26528,7 +26612,8 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
                      "a child of fork() has no part in its parent's ranks: create new ranks in it");
 }
 
-/* Once the parts are checked, all ranks get all gradients, unless each has only its part of the states. */
+/* After the parts have been checked, copies all gradients to all ranks, unless each rank has only its part of the
+   states. */
 static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
     int64_t i;
     AMPI_TRY(ampi_buckets_order(b, 0));
@@ -26544,7 +26629,8 @@ static amp_result ampi_hook_buckets_checked(ampi_buckets *b, int unscaled) {
     return ampi_buckets_order(b, 1);
 }
 
-/* Parameters lie in buckets, and are cut, at multiples of a cache line or of a block of 8-bit moments. */
+/* The unit, in elements, of the places and parts of parameters in buckets.  It is a cache line, or a block of 8-bit
+   moments. */
 static int64_t ampi_buckets_unit(const ampi_buckets *b) {
     int64_t i;
     if (!b->ordered && !b->parted) return 1;
@@ -26552,7 +26638,7 @@ static int64_t ampi_buckets_unit(const ampi_buckets *b) {
     return i < b->set->n ? AMPI_MOMENT_BLOCK : 16;
 }
 
-/* Rows into buckets. */
+/* Distributes the rows over buckets. */
 static void ampi_buckets_fill(ampi_buckets *b) {
     const amp_optimizer_desc *d = b->set->desc;
     const int64_t size = (int64_t)amp_dtype_size(d->wire), world = ampi_world(b->amp);
@@ -26574,7 +26660,7 @@ static void ampi_buckets_fill(ampi_buckets *b) {
             k->count += (b->whole[row].count + unit - 1) / unit * unit;
         }
     for (k = b->all; k < b->all + b->n; k++)
-        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* as they most often lie in memory */
+        for (i = k->first + k->n - 1, place = 0; i >= k->first; i--) {      /* mostly their order in memory */
             b->rows[b->order[i]].place = place;
             place += (b->whole[b->order[i]].count + unit - 1) / unit * unit;
         }
@@ -26586,8 +26672,8 @@ static void ampi_buckets_fill(ampi_buckets *b) {
     }
     b->shard_count = part;
 }
-/* Where a bucket's weights, or gradients, lie without gaps as on their way, or NULL; on another rank they may lie
-   elsewhere. */
+/* The memory of a bucket's weights or gradients, if they have no gaps there, as in an exchange.  Otherwise NULL.  On
+   another rank the result may differ. */
 static void *ampi_bucket_find_flat(const ampi_buckets *b, const ampi_bucket *k, int weights) {
     const amp_k_tensor *first = &b->whole[b->order[k->first]];
     const amp_dtype dtype = weights ? first->weight_dtype : AMP_F32;
@@ -26624,7 +26710,7 @@ static amp_result ampi_buckets_memory(ampi_buckets *b) {
     return b->shard_count > 0 ? amp_fill(b->amp, b->shard, 0, b->shard_count * 4) : AMP_OK;
 }
 
-/* This rank's parts as rows of their own; with sharded states they are the set's. */
+/* Makes rows of this rank's parts.  With sharded states the set uses these rows. */
 static amp_result ampi_buckets_cut(ampi_buckets *b) {
     const int32_t rank = ampi_settings(b->amp)->reducer.rank;
     const int64_t bytes = b->set->n * (int64_t)sizeof *b->parts;
@@ -26661,7 +26747,7 @@ static amp_result ampi_buckets_stream(ampi_buckets *b) {
     return (backend->stream_create)(b->amp->dev, &b->stream);
 }
 
-/* Those that were there before keep their lots. */
+/* Gives each row its lot.  Rows that were in the set before keep theirs. */
 static void ampi_buckets_lots(ampi_buckets *b, const ampi_buckets *before) {
     int64_t i, was;
     int32_t lots = 0;
@@ -26712,7 +26798,7 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     ampi_watch_gradients(b->amp, &b->watch);
     return AMP_OK;
 }
-/* For an optimizer's set; before: those of the set that this one will replace, or NULL. */
+/* Creates the buckets of an optimizer's set.  before: the buckets of the set that this one will replace, or NULL. */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before) {
     const amp_reducer *r = ampi_reducer(set->amp);
     const amp_optimizer_desc *d = set->desc;
@@ -26778,11 +26864,12 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     ampi_free(s, b, 1, sizeof *b);
 }
 
-/* ---- Ranks that agree.  Before a set's first reduction, and the first after its weights or state were set or loaded,
-   all ranks compare what must be alike; later steps compare nothing. */
+/* ---- Ranks that agree.  All ranks compare everything that must be alike before a set's first reduction.  They compare
+   it again before the first reduction after weights or state were set or loaded.  Other steps compare nothing. */
 
 
-/* which -1: none.  path: the number that may differ, of which out->path is rank 0's; -1: none may. */
+/* Finds the first number that differs.  out->which is -1 if none does.  path: the index of the one number that may
+   differ, or -1.  Rank 0's value of it is put into out->path. */
 static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, int64_t n, int64_t path,
                                            ampi_apart *out) {
     const amp_system *s = ampi_context_system(amp);
@@ -26804,7 +26891,7 @@ static amp_result ampi_ranks_compare_facts(amp_context *amp, const double *x, in
     return result;
 }
 
-/* What an optimizer's ranks must have in common besides its parameters. */
+/* Settings of an optimizer that must be alike on all ranks, besides its parameters. */
 #define AMPI_FACT(field, type) {"." #field, type, offsetof(amp_optimizer_desc, field), NULL, 0, 0, 0, NULL}
 static const ampi_field ampi_alike[] = {
     AMPI_FACT(kind, AMPI_I32), AMPI_FACT(accumulation, AMPI_I32), AMPI_FACT(lr, AMPI_REAL64),
@@ -26827,7 +26914,7 @@ enum {
     AMPI_FACTS = AMPI_MORE_FACTS + sizeof ampi_alike / sizeof *ampi_alike
 };
 
-/* Parameters to compare: an optimizer's set has also those without a gradient. */
+/* The number of parameters to compare.  An optimizer's set also compares those without a gradient. */
 static int64_t ampi_agree_count(const amp_grad_set *set) {
     return set->desc->params != NULL ? set->desc->n_params : set->n;
 }
@@ -26869,8 +26956,8 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
                      apart.value, (int)apart.rank, apart.first);
 }
 
-/* Of each parameter three numbers must be alike: whether it is frozen, and two checksums, of its name, shape, dtypes
-   and group, and of its values. */
+/* Three numbers of each parameter must be alike.  The first is whether it is frozen.  The others are checksums, of its
+   name, shape, dtypes and group, and of its values. */
 enum { AMPI_COMMON_FROZEN, AMPI_COMMON_KIND, AMPI_COMMON_VALUES, AMPI_COMMON };
 typedef struct ampi_common {
     const amp_grad_set *set;
@@ -26892,7 +26979,7 @@ static amp_result ampi_agree_bytes(const ampi_common *c, uint32_t *sum, const vo
     }
     return AMP_OK;
 }
-/* row or p may be NULL; the row begins at element `at` of all rows. */
+/* Computes the three numbers of a parameter.  row or p may be NULL.  The row begins at element `at` of all rows. */
 static amp_result ampi_agree_fact(const ampi_common *c, int64_t i, const amp_k_tensor *row, const amp_param *p,
                                   const char *name, int64_t at) {
     const ampi_outer *u = row != NULL && c->set->outer != NULL && c->set->outer->begun ? c->set->outer : NULL;
@@ -26954,7 +27041,7 @@ static amp_result ampi_agree_params(const ampi_common *c, int64_t n) {
                      "with one seed, or call amp_params_broadcast first", name, (int)apart.rank);
 }
 
-/* Ranks that are threads share no memory: each needs a separate model. */
+/* Checks that ranks that are threads share no memory, because each needs a separate model. */
 static amp_result ampi_agree_apart(const ampi_common *c) {
     const amp_grad_set *set = c->set;
     const amp_system *s = ampi_context_system(set->amp);
@@ -27027,7 +27114,7 @@ AMP_API AMPI_COLD amp_result amp_params_broadcast(amp_context *amp, amp_param *p
     return AMP_OK;
 }
 
-/* Gradients that are sums already, or partly, are dropped: a whole cycle begins again. */
+/* Drops gradients that are sums already, or partly.  A whole cycle must begin again. */
 static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     int64_t i;
     AMPI_TRY(ampi_weights_whole(set->amp, "reducer", NULL));
@@ -27040,16 +27127,16 @@ static amp_result ampi_set_drop_sums(amp_grad_set *set) {
     set->spoiled = 0;
     return AMP_OK;
 }
-/* After a check that failed between. */
+/* Refuses the gradients after a check that failed since they were summed. */
 static amp_result ampi_set_refuse_sums(amp_grad_set *set) {
     AMPI_TRY(ampi_set_drop_sums(set));
     return ampi_fail(AMP_ERR_STATE, "reducer", "gradients were summed over the ranks by a check that failed, and are "
                      "dropped: call backward for a whole cycle");
 }
 
-/* Which parameters rest, now that all ranks have said what they know of them.  A device that sums by itself alone knows
-   (amp_k_tensor.live of its table; 2 here): no weight is then stepped on one rank and not on another either, and
-   ampi_check_apart returns the error later. */
+/* Decides which parameters rest, after all ranks have said which gradients they have.  If a device makes the sums
+   without the CPU, only the device knows (amp_k_tensor.live of its table; 2 here).  Even then no weight is stepped on
+   one rank but not on another, and ampi_check_apart returns the error later. */
 static amp_result ampi_hook_set_rest(amp_grad_set *set) {
     const float *said = set->said != NULL ? set->said : ampi_said(set->found, 0);
     int64_t i;
@@ -27070,7 +27157,7 @@ static amp_result ampi_hook_set_rest(amp_grad_set *set) {
     }
     return AMP_OK;
 }
-/* The gradients become their sums over the ranks. */
+/* Replaces the gradients by their sums over the ranks. */
 static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     int64_t i;
     if (!ampi_is_summed(set)) return AMP_OK;
@@ -27083,9 +27170,9 @@ static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* ---- Loose coupling: the outer step.  With one rank it is a step of its own too. */
+/* ---- Loose coupling: the outer step.  It is also a step of a separate kind when there is only one rank. */
 
-/* Elements [first, first + n) of a row in fp32, to `values` or, with store, from them. */
+/* Copies elements [first, first + n) of a row in fp32 to `values`, or with `store` from them. */
 static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
                                  float *values, int store) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
@@ -27108,7 +27195,7 @@ static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row
     if (master == NULL) return amp_convert(values, AMP_F32, low, row->weight_dtype, n, NULL, NULL);
     return ampi_send(o->amp, master, rest ? (void *)low_rest : (void *)values, (size_t)n * (rest ? 2 : 4));
 }
-/* The same of all rows. */
+/* Does the same for elements of all rows. */
 static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t n, float *values, int store) {
     int64_t i, k;
     for (i = 0; i < o->set->n && n > 0; i++) {
@@ -27122,7 +27209,7 @@ static amp_result ampi_outer_rows(const amp_optimizer *o, int64_t first, int64_t
     return AMP_OK;
 }
 
-/* Notes where the ranks begin: elements [first, first + n) of all rows. */
+/* Stores the weights that the ranks start from, elements [first, first + n) of all rows, as the anchor. */
 static amp_result ampi_hook_outer_note(const amp_optimizer *o, int64_t first, int64_t n) {
     const ampi_outer *u = &o->outer;
     int64_t i, k;
@@ -27141,8 +27228,8 @@ static amp_result ampi_hook_outer_begin(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on: those from `from` to
-   `to`. */
+/* Calls visit(u, row, from, to) for each row that has some of the n elements from `first` on.  The row's elements among
+   these are [from, to). */
 static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
                              void (*visit)(amp_optimizer *o, int64_t row, int64_t from, int64_t to)) {
     int64_t i, at = 0, from, to;
@@ -27153,7 +27240,8 @@ static void ampi_outer_visit(amp_optimizer *o, int64_t first, int64_t n,
         if (from < to) visit(o, i, from, to);
     }
 }
-/* A row is live if its weights have changed: `piece` holds those from a multiple of AMPI_OUTER_PIECE on. */
+/* Notes that a row is live if its weights have changed.  `piece` holds all elements from a multiple of AMPI_OUTER_PIECE
+   on. */
 static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int64_t to) {
     const ampi_outer *u = &o->outer;
     const float *piece = u->piece + from % AMPI_OUTER_PIECE;
@@ -27161,9 +27249,9 @@ static void ampi_outer_compare(amp_optimizer *o, int64_t row, int64_t from, int6
         ampi_say(u->said + 1 + 2 * row, o->set->params[row]->grad.data == NULL, 1,
                  ampi_settings(o->amp)->reducer.rank);
 }
-/* Before anything is changed, what would spoil all is refused on every rank: weights of one that are not finite, a
-   parameter that is frozen on some alone.  Ranks say too which rows have changed since the last outer step: the others
-   rest. */
+/* Checks the weights before any are changed, so that all ranks refuse the step alike.  It is refused if the weights of
+   a rank are not finite, or if a parameter is frozen on some ranks only.  Ranks also exchange which rows have changed
+   since the last outer step.  The other rows rest. */
 static amp_result ampi_outer_check(amp_optimizer *o) {
     const int32_t rank = ampi_settings(o->amp)->reducer.rank;
     const ampi_outer *u = &o->outer;
@@ -27189,8 +27277,8 @@ static amp_result ampi_outer_check(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* Sums `piece` over ranks in bf16: each rank sums its part of all, in the order of ranks, so no reducer widens what is
-   on the way. */
+/* Sums `piece` over ranks in bf16.  Each rank sums its part of all, in the order of ranks.  No reducer makes the sums,
+   so the numbers travel in bf16 and are not widened. */
 static amp_result ampi_outer_sum_bf16(const amp_optimizer *o, int64_t n) {
     const ampi_outer *u = &o->outer;
     int64_t world = ampi_world(o->amp), part = (n + world - 1) / world, i, r;
@@ -27242,7 +27330,7 @@ static amp_result ampi_outer_piece(amp_optimizer *o, int64_t first, int64_t n) {
     return ampi_outer_rows(o, first, n, anchor, 1);
 }
 
-/* After every sync_every steps; not in the trials of amp_verify and its kin. */
+/* Makes the outer step after every sync_every steps, but not in the trials of amp_verify and similar functions. */
 static amp_result ampi_hook_outer_step(amp_optimizer *o) {
     int64_t i;
     if (o->desc.sync_every == 0 || o->attempts % o->desc.sync_every != 0 || o->amp->trials > 0) return AMP_OK;
@@ -27254,15 +27342,15 @@ static amp_result ampi_hook_outer_step(amp_optimizer *o) {
     return AMP_OK;
 }
 
-/* ---- States of several ranks: a file each, and an index that is written last. */
+/* ---- States of several ranks.  Each rank writes a file, and an index is written last. */
 
-/* The largest of the ranks' numbers. */
+/* The largest of the ranks' numbers, in place. */
 static amp_result ampi_largest(amp_context *amp, float *x) {
     ampi_exchange e = ampi_exchange_of(AMPI_REDUCE, x, x, 1, AMP_F32);
     e.op = AMP_REDUCE_MAX;
     return ampi_exchange_host(amp, e);
 }
-/* Whether all have succeeded; a rank that has says that another has not. */
+/* Whether all ranks have succeeded.  A rank that has succeeded itself returns that another has not. */
 static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_result own) {
     char why[sizeof ampi_error_text];
     float failed = own != AMP_OK;
@@ -27273,7 +27361,8 @@ static amp_result ampi_all_succeed(amp_context *amp, const char *function, amp_r
     return ampi_fail(AMP_ERR_REDUCE, function, "another rank has failed, and its own error says why");
 }
 
-/* Behind the two numbers are the sums of the ranks' files, which those of 0.1.0 do not have. */
+/* The numbers of an index.  After the first two come the checksums of the ranks' files, which an index of 0.1.0 does
+   not have. */
 enum { AMPI_INDEX_SAVE, AMPI_INDEX_WORLD, AMPI_INDEX };
 enum { AMPI_INDEX_MOST = 1 << 24 };     /* of saves: exact in fp32 */
 
@@ -27287,7 +27376,7 @@ static int64_t ampi_index_number(const ampi_record *index, int64_t i) {
     memcpy(&number, (const char *)index->data + 8 * i, sizeof number);
     return number;
 }
-/* *index lies in *out. */
+/* Reads an index.  *index is a record of *out. */
 static amp_result ampi_index_read(const amp_system *system, const char *path, amp_state **out,
                                   const ampi_record **index) {
     const ampi_record *x;
@@ -27314,7 +27403,7 @@ static amp_result ampi_index_write(const amp_system *system, const char *path, c
     return r;
 }
 
-/* The save before: its number and ranks, 0 without one. */
+/* The number and the ranks of the previous save.  Both are 0 if there is none. */
 static void ampi_index_before(const amp_system *system, const char *path, int64_t before[AMPI_INDEX]) {
     const ampi_record *index;
     amp_state *state;
@@ -27324,7 +27413,7 @@ static void ampi_index_before(const amp_system *system, const char *path, int64_
     amp_state_destroy(state);
 }
 
-/* Rank 0 knows the files there are, and numbers those to come. */
+/* Saves a rank's state.  Rank 0 reads which files there are, and chooses the number of the save. */
 static AMPI_COLD amp_result ampi_save_ranks(amp_context *amp, const amp_state *state, const char *path) {
     const char *f = "amp_state_save_ranks";
     const amp_system *s = ampi_context_system(amp);
@@ -27363,7 +27452,7 @@ AMP_API amp_result amp_state_save_ranks(amp_context *amp, const amp_state *state
     return ampi_as(f, ampi_save_ranks(amp, state, path));
 }
 
-/* What a record of a rank's part is of; 0: it is none. */
+/* What a record is a part of, if it is a rank's part.  0: it is not. */
 typedef struct ampi_part_key { char prefix[AMPI_STATE_KEY]; int64_t row, count, block; } ampi_part_key;
 static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *out) {
     static const char *const names[] = {"m", "v", "master", "m_scales", "v_scales"};
@@ -27389,9 +27478,9 @@ static int ampi_is_part(const amp_state *state, const char *key, ampi_part_key *
     return ampi_key("load", whole, out->prefix, "part", -1) == AMP_OK && ampi_state_find(state, whole) != NULL;
 }
 
-/* Appends a rank's record to that of all, which has the parameter's first `done` elements; returns how many it then
-   has, -1: it does not fit.  An empty part may have any place: that of a rank which begins behind the parameter is its
-   end, and no multiple of a block. */
+/* Appends a rank's record to the record of all, which has the parameter's first `done` elements.  Returns how many
+   elements the record then has, or -1 if the part does not fit.  An empty part may have any place.  The part of a rank
+   that begins behind the parameter is placed at the parameter's end, which need not be a multiple of a block. */
 static int64_t ampi_join_one(const amp_state *from, const int64_t whose[2], const ampi_part_key *k, int64_t done,
                              char *all, const ampi_record *like) {
     const ampi_record *record = ampi_state_find(from, like->key), *part;
@@ -27427,7 +27516,7 @@ static amp_result ampi_join_record(amp_state *out, amp_state *const *parts, int6
     return r;
 }
 
-/* A record of this rank, or of rank 0, to the joined state. */
+/* Copies the records of this rank, or of rank 0, to the joined state, and joins the parts of all ranks. */
 static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t world, const amp_state *own) {
     int64_t i;
     for (i = 0; i < own->n; i++) {
@@ -27441,7 +27530,7 @@ static amp_result ampi_join(amp_state *out, amp_state *const *parts, int64_t wor
     return AMP_OK;
 }
 
-/* Loads a rank's file of the index. */
+/* Loads a rank's file that the index names, and checks its checksum. */
 static amp_result ampi_load_rank(const amp_system *system, const char *path, const ampi_record *index, int64_t rank,
                                  amp_state **out) {
     const int64_t save = ampi_index_number(index, AMPI_INDEX_SAVE);
@@ -27488,7 +27577,7 @@ AMP_API amp_result amp_state_load_ranks(const amp_context *amp, amp_state **out,
 }
 
 #else
-/* With one rank nothing is exchanged. */
+/* Without ranks, nothing is exchanged. */
 static amp_result ampi_hook_ranks_join(amp_context *amp) {
     const amp_reducer *r = &amp->desc.reducer;
     if (r->reduce == NULL && r->world <= 1) return AMP_OK;
