@@ -391,7 +391,9 @@ static void forward_row(const attention_problem *p, head *r, int64_t b, int64_t 
     r->lse[i] = any ? max + log(sum) : 0;
     r->lse_bound[i] = any ? worst + 4 * ATTENTION_U * (reach + log(sum) + 1) : 0;
     for (int64_t j = 0; j < x->keys && any; j++) {
-        double pj = r->p[i * x->keys + j] /= sum, error;
+        double pj, error;
+        if (!sees(&x->mask, b, h, i, j, x->queries, x->keys)) continue;         /* its value may be infinite or NaN */
+        pj = r->p[i * x->keys + j] /= sum;
         error = (1 + e[j]) * (1 + worst) * (1 + narrow) * (1 + ((double)x->keys + tiles + 4) * ATTENTION_U) - 1;
         r->p_error[i * x->keys + j] = expm1(e[j] + r->lse_bound[i] + 4 * ATTENTION_U * (2 * reach + 3));
              /* as backward makes it */
@@ -399,8 +401,7 @@ static void forward_row(const attention_problem *p, head *r, int64_t b, int64_t 
             double v = r->v[j * x->dim + d];
             r->o[i * x->dim + d] += pj * v;
             r->o_bound[i * x->dim + d] += fabs(pj * v) * error;
-            if (sees(&x->mask, b, h, i, j, x->queries,
-                x->keys)) r->o_bound[i * x->dim + d] += fabs(v) * attention_tiny(x->compute);
+            r->o_bound[i * x->dim + d] += fabs(v) * attention_tiny(x->compute);
         }
     }
     for (int64_t d = 0; d < x->dim; d++) r->o_bound[i * x->dim + d] = stored(p, r->o[i * x->dim + d],
@@ -447,6 +448,7 @@ static double worst_ratio(const attention_problem *p, const tensor *t, int64_t b
         for (int64_t d = 0; d < p->x.dim; d++) {
             double got = at(t, b, i, h, d), e = exact_value[i * p->x.dim + d];
             double ratio = is_finite(got) ? fabs(got - e) / (bound[i * p->x.dim + d] + 1e-300) : 1e9;
+            if (!is_finite(ratio)) ratio = 1e9;                                 /* a reference that is not finite checks nothing */
             if (ratio > worst) worst = ratio;
         }
     }
