@@ -21431,7 +21431,7 @@ struct amp_optimizer {
     uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
 
-/* A captured graph, and what a launch must do on the CPU besides launching. */
+/* A captured graph, and the work of a launch on the CPU. */
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
@@ -24293,7 +24293,7 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                 : AMP_OK;
 }
 
-/* Notes the parameters that the program's own work in the graph changes.  amp_param_changed has reported them. */
+/* Notes the parameters that the program's work in the graph changes.  amp_param_changed has reported them. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
@@ -25634,7 +25634,7 @@ static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
         ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
     }
 }
-/* Copies to this rank what it gets from each rank. */
+/* Copies to this rank the parts that it gets from each rank. */
 static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     const size_t bytes = ampi_part_bytes(e);
@@ -26316,7 +26316,7 @@ static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's own threads */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's threads */
     pthread_mutex_lock(&b->lock);
     for (;;) {
         while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
