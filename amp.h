@@ -8251,7 +8251,7 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     return amp_state_load(out, system, path);
 }
 
-/* ==== 6 >>workers: implementation, what the CPU kernels share: threads, scratch memory, pieces of rows ==== */
+/* ==== 6 >>workers: implementation, shared parts of the CPU kernels: threads, scratch memory, pieces of rows ==== */
 
 /* ---- Attention on the CPU works on strips of queries times tiles of keys.  AMPI_STRIPS strips share one pass over the
    keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
@@ -8650,7 +8650,7 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return ptr;
 }
 
-/* Scratch memory of one kernel call. */
+/* Takes scratch memory for one kernel call. */
 static void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
@@ -12428,7 +12428,7 @@ enum {
 
 typedef enum ampi_part { AMPI_PART_USER, AMPI_PART_CACHE, AMPI_PART_OPTIMIZER, AMPI_PARTS } ampi_part;
 
-/* A live allocation of device memory, in an open-addressing table by address. */
+/* A live allocation of device memory, in an open-addressing table that is searched by address. */
 typedef struct ampi_block { void *ptr; int64_t bytes; ampi_part part; } ampi_block;
 
 /* An override of layers.  met: a layer or a parameter of a matching name was seen, or a warning has said that none was.
@@ -14016,8 +14016,8 @@ AMP_API void amp_param_forget(amp_context *amp, amp_param *params, int64_t n) {
     ampi_notify(amp, AMPI_PARAMS_FORGOTTEN, 0);
 }
 
-/* Sets the optimizer that steps parameters to `to`, or with NULL to none.  The parameters are those that `from` steps,
-   or with from NULL all of `params`. */
+/* Sets which optimizer steps parameters: `to`, or none if `to` is NULL.  The parameters are those that `from` steps, or
+   with from NULL all of `params`. */
 static void ampi_params_stepper(amp_context *amp, const amp_param *params, int64_t n, const void *from,
                                 const void *to) {
     ampi_fp8_table *t;
@@ -14810,8 +14810,8 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
 }
 
 #if !defined(AMP_NO_CARE)
-/* Called before a callback of the program, so that regions opened in it inherit nothing from the enclosing ones.
-   Returns the depth to pass to ampi_regions_close. */
+/* Called before a callback of the program.  Regions opened in the callback then inherit nothing from the enclosing
+   ones.  Returns the depth to pass to ampi_regions_close. */
 static int ampi_regions_hide(amp_context *amp) {
     int depth = ampi_thread.regions;
     amp_autocast_desc outside = ampi_outside(amp);
@@ -15049,7 +15049,7 @@ static int ampi_told_add(amp_context *amp, const char *text) {
     return added;
 }
 
-/* Logs AMP_LOG_DECISION. */
+/* Logs a decision as AMP_LOG_DECISION. */
 static void ampi_tell(const amp_context *amp, int32_t op, const char *layer, const amp_dtype *inputs, int32_t n,
                       const amp_plan *plan, ampi_cache_use use) {
     static const char *const rules[] = {"", "storage", "region", "operator", "layer", "level"};
@@ -18053,7 +18053,8 @@ static double ampi_ln(double x) {
     return ampi_times(2 * s, sum) + ampi_times((double)(e + high), 0.69314718055994530942);
 }
 
-/* Two independent standard normal numbers (Marsaglia's polar method): pair `index`, try after try. */
+/* Two independent standard normal numbers, by Marsaglia's polar method.  `index` is the number of the pair.  Numbers
+   are tried until a pair fits. */
 static void ampi_normal_pair(uint64_t seed, uint64_t stream, uint64_t index, double out[2]) {
     uint32_t words[4];
     uint64_t tries;
@@ -21380,7 +21381,7 @@ struct amp_grad_set {
     amp_result (*grow)(amp_grad_set *set, const char *function);
     const char **names; char *text; int64_t text_bytes;     /* text: the names of ranges, copied */
     amp_k_grad_stats *found;        /* device */
-    /* the optimizer's; without one `own`: accumulation 1, clip_norm and sharded as given */
+    /* the optimizer's; or `own`, with accumulation 1, and clip_norm and sharded as given */
     const amp_optimizer_desc *desc;
     amp_optimizer_desc own;
     int32_t unscaled;               /* 1: the last check multiplied */
@@ -21448,7 +21449,7 @@ struct amp_optimizer {
     uint64_t stepped, stepper;      /* its last step: when, on which thread; 0: none; atomic */
 };
 
-/* A captured graph, and what a launch must do on the CPU besides launching. */
+/* A captured graph, and the work of a launch on the CPU. */
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
@@ -21464,7 +21465,7 @@ struct amp_graph {
     int32_t *live; int64_t n_live;
 };
 
-/* The scaler, or NULL if disabled. */
+/* The scaler, or NULL if it is disabled. */
 static amp_scaler *ampi_enabled(amp_scaler *scaler) {
     return scaler != NULL && !scaler->desc.disable ? scaler : NULL;
 }
@@ -21816,7 +21817,7 @@ AMP_API void amp_grad_set_destroy(amp_grad_set *set) {
 static AMPI_COLD amp_result ampi_set_new(amp_context *amp, const char *function, amp_grad_set **out, int64_t n,
                                          int64_t most) {
     const amp_system *s = ampi_context_system(amp);
-    const int64_t said = ampi_world(amp) > 1 ? 2 * most : 0;    /* numbers behind `found` */
+    const int64_t said = ampi_world(amp) > 1 ? 2 * most : 0;    /* numbers after `found` in memory */
     amp_result r;
     amp_grad_set *set;
     AMPI_TRY(ampi_object_create(amp, function, (void **)out, sizeof *set, "set", ampi_set_stop));
@@ -22366,7 +22367,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
    results.  In an earlier one (clip_each) each rank uses its average alone. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
-    const int late = set->buckets != NULL && set->buckets->recorded;    /* gradients may be on their way already */
+    const int late = set->buckets != NULL && set->buckets->recorded;    /* 1: gradients may be on their way already */
     const int sums = last && ampi_is_summed(set);
     amp_k_rule rule;
     if (set->buckets == NULL && ampi_is_combined(set)) AMPI_TRY(ampi_may_exchange(set->amp, "amp_scaler_check"));
@@ -22963,7 +22964,7 @@ static const ampi_saved ampi_scaler_saved[] = {AMPI_SCALER_SCALE(k.scale),
 
 #define AMPI_SAVED_ZERO (-1.0)                  /* AMP_EXPLICIT_ZERO in a state */
 
-/* before: the state that will receive the records. */
+/* Saves a scaler.  before: the state that will receive the records. */
 static AMPI_COLD amp_result ampi_save_scaler(const amp_scaler *scaler, const amp_state *before, amp_state *state,
                                              const char *prefix) {
     ampi_saved_scaler s;
@@ -23284,8 +23285,8 @@ static amp_result ampi_check_optimizer(const amp_optimizer_desc *d, amp_level le
     return ampi_check_storage(d, level, "", d->master, d->moments);
 }
 
-/* Checks that each group's pattern matches a parameter, unless other ranks have others.  A warning names a group that
-   has no effect. */
+/* Checks that each group's pattern matches a parameter, unless ranks have different parameters.  A warning names a
+   group that has no effect. */
 static amp_result ampi_check_groups(const amp_context *amp, const amp_optimizer_desc *d) {
     const char *f = "amp_optimizer_create";
     char given[40];
@@ -23612,7 +23613,7 @@ static amp_result ampi_grow_check(const amp_optimizer *o, const char *function, 
     return ampi_check_newcomers(o->set, function, live);
 }
 
-/* Takes in parameters that have got a gradient (live: one that counts).  Their states begin now. */
+/* Takes in parameters that have got a gradient, or with `live` one that counts.  Their states begin now. */
 static AMPI_COLD amp_result ampi_optimizer_grow(amp_optimizer *o, const char *function, int live) {
     const amp_system *s = ampi_context_system(o->amp);
     int64_t come = ampi_newcomers(o->set, live), n = o->set->n + come, *which = NULL;
@@ -24310,7 +24311,7 @@ static amp_result ampi_graph_check(const amp_graph *graph, const char *function)
                 : AMP_OK;
 }
 
-/* Notes the parameters that the program's own work in the graph changes.  amp_param_changed has reported them. */
+/* Notes the parameters that the program's work in the graph changes.  amp_param_changed has reported them. */
 static amp_result ampi_graph_changes(amp_graph *graph, const char *function) {
     const amp_context *amp = graph->amp;
     int64_t i, k, r;
@@ -24941,7 +24942,7 @@ static amp_result ampi_check_both(const ampi_archive *r, const char *name, const
     return ampi_fail(AMP_ERR_NAME, "amp_optimizer_load", "the state has no record %s.%s, but %s.%s", r->prefix, name,
                      r->prefix, other);
 }
-/* Loads a list of names, which may be missing.  The caller frees *bytes bytes. */
+/* Loads a list of names, which may be missing.  The caller frees *text, which has *bytes bytes. */
 static amp_result ampi_load_text(const ampi_archive *r, const char *name, char **text, int64_t *bytes) {
     int64_t n = ampi_saved_count(r->from, r->prefix, name, -1, NULL);
     *text = NULL;
@@ -25495,7 +25496,7 @@ typedef enum ampi_seat_state { AMPI_SEAT_FREE, AMPI_SEAT_TAKEN, AMPI_SEAT_LEFT }
 typedef enum ampi_exchange_kind {
     AMPI_REDUCE, AMPI_SCATTER, AMPI_GATHER, AMPI_TO_ALL, AMPI_BROADCAST
 } ampi_exchange_kind;
-/* One call of a reducer.  count: elements of a part; moved bytes have dtype AMP_U8. */
+/* One call of a reducer.  count: the elements of a part.  Bytes that are only moved have dtype AMP_U8. */
 typedef struct ampi_exchange {
     ampi_exchange_kind kind;
     const void *in; void *out;
@@ -25651,7 +25652,7 @@ static void ampi_ranks_scatter(const amp_ranks *r, int32_t rank) {
         ampi_ranks_combine(r, (char *)e->out + (size_t)i * amp_dtype_size(e->dtype), e->count * rank + i, n);
     }
 }
-/* Copies to this rank what it gets from each rank. */
+/* Copies to this rank the parts that it gets from each rank. */
 static void ampi_ranks_move(const amp_ranks *r, int32_t rank) {
     const ampi_exchange *e = &r->seats[rank].call;
     const size_t bytes = ampi_part_bytes(e);
@@ -25823,8 +25824,8 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
 }
 
 /* ---- Exchanges between the ranks of a context.  An exchange is made by the reducer's own call for it, or by reduce if
-   there is none.  With reduce it is made piece by piece.  So it is if the data of a device goes through CPU memory to a
-   reducer that works there. */
+   there is none.  With reduce it is made piece by piece.  It is also made piece by piece if CPU memory is between a
+   device and a reducer that works on the CPU. */
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -26005,8 +26006,8 @@ static amp_result ampi_exchange_now(amp_context *amp, const ampi_exchange *e, vo
     }
     return ampi_exchange_call(amp, e, stream);
 }
-/* Makes any other exchange.  It first waits for the weights of the buckets, since the reducer makes one exchange at a
-   time. */
+/* Makes any other exchange.  It first waits until all weights have been gathered, so that it does not run beside the
+   exchanges of buckets. */
 static amp_result ampi_exchange_run(amp_context *amp, const ampi_exchange *e, void *stream) {
     AMPI_TRY(ampi_weights_whole(amp, "reducer", NULL));
     return ampi_exchange_now(amp, e, stream);
@@ -26333,11 +26334,11 @@ static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's own threads */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's threads */
     pthread_mutex_lock(&b->lock);
     for (;;) {
         while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
-        if (b->to_gather > 0) {                 /* of the step before */
+        if (b->to_gather > 0) {                 /* weights of the step before */
             ampi_bucket_serve_weights(b);
             continue;
         }
@@ -26930,7 +26931,7 @@ static amp_result ampi_agree_settings(const amp_grad_set *set, const amp_scaler 
     int i;
     AMPI_TRY(ampi_fetch(amp, &found, set->found, sizeof found));
     scale.scale = 0;
-    if (scaler != NULL && set->outer == NULL)       /* ranks that step alone scale alone */
+    if (scaler != NULL && set->outer == NULL)       /* with loose coupling each rank has a separate scale */
         AMPI_TRY(ampi_fetch(amp, &scale, scaler->device, sizeof scale));
     x[0] = ampi_world(amp); x[1] = AMP_VERSION; x[2] = (int)d->level; x[AMPI_FACT_DTYPE] = (int)d->autocast_dtype;
     x[4] = (double)(uint32_t)set->desc->seed; x[5] = (double)(set->desc->seed >> 32);
@@ -27171,7 +27172,7 @@ static amp_result ampi_hook_set_sum(amp_grad_set *set) {
     return AMP_OK;
 }
 
-/* ---- Loose coupling: the outer step.  It is also a step of a separate kind when there is only one rank. */
+/* ---- Loose coupling: the outer step.  It is made even if there is only one rank. */
 
 /* Copies elements [first, first + n) of a row in fp32 to `values`, or with `store` from them. */
 static amp_result ampi_outer_row(const amp_optimizer *o, const amp_k_tensor *row, int64_t first, int64_t n,
