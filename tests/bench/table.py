@@ -441,7 +441,8 @@ def parts_text(path, _trial):
              f"{row['over_peer']:.2f}" if row["over_peer"] else "-"] for row in results["rows"]]
     peer = results["command"].partition("--peer ")[2].split()[:1]
     name = os.path.basename(path)
-    return "\n".join([f"`{results['compiler']}`, {results['machine']['cpu']}, {'one round' if results['rounds'] == 1 else f"medians of {results['rounds']} rounds"}, from [{name}](results/{name}):", "",
+    rounds = "one round" if results["rounds"] == 1 else f"medians of {results['rounds']} rounds"
+    return "\n".join([f"`{results['compiler']}`, {results['machine']['cpu']}, {rounds}, from [{name}](results/{name}):", "",
                       *table(["compiled, -O2 unless said", "CPU seconds", "bytes", f"in ratio to {peer[0]}" if peer else "ratio"], rows)])
 
 
