@@ -4650,7 +4650,7 @@ cudaDataType ampc_blas_type(amp_dtype dtype) {
     }
 }
 
-/* In a key: a compute dtype, and for FP8 all that cuBLASLt is told of its operands. */
+/* Part of a key: a compute dtype, and for FP8 every attribute of the operands that cuBLASLt gets. */
 int32_t ampc_compute_key(const amp_k_gemm &g) {
     if (g.compute != AMP_FP8) return g.compute;
     int32_t key = g.compute | g.fp8[0]->scaling << 8;
@@ -4936,7 +4936,7 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
-/* Keeps a plan, ahead of one from a file or with outdated steps; frees it if another thread was faster. */
+/* Keeps a plan, in place of one that came from a file or has outdated steps; frees it if another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     bool known;
     {
@@ -5315,7 +5315,7 @@ __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint
     }
 }
 
-/* The scale of a tensor: of its history, else of its own amax. */
+/* The scale of a tensor: by its history, or by its current amax if it has none. */
 __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     const bool delayed = j.how.scaling == AMP_FP8_DELAYED;
     if (delayed && j.how.slot->scale > 0.0f) return j.how.slot->scale;
@@ -8168,7 +8168,7 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, cons
         }
     }
 }
-/* Copies each thread's own elements: a function of its own, as registers are short above. */
+/* Copies each thread's elements.  It is a separate function because the one above has no registers left. */
 __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const ampc_low_copy &copy, int64_t first,
                                                  int n) {
     int found = 0;

@@ -113,7 +113,7 @@ static flag_program flag_given = {
               {rank_flags, FLAG_ROWS(rank_flags), FIELD(training.ranks)}},
     .ending = training_ending
 };
-static const char *const session_options[] = {NULL};        /* of its own, none */
+static const char *const session_options[] = {NULL};        /* it adds none to those of both trainers */
 
 /* ==== Labelled text ============================================================================== */
 

@@ -720,7 +720,7 @@ static int run_here(int path, int threads, int first, int last, trace *t) {
 
 static char self[4096], out[64], state_file[64], folder[] = "/tmp/t_determinism_XXXXXX";
 
-/* The same in a process of its own, from the state that another left, leaving one. */
+/* The same in a separate process, from the state that another left, leaving one. */
 static void run_there(int threads, int first, int last, const char *load, const char *save, trace *t) {
     char number[3][16];
     FILE *file;

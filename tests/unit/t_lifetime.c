@@ -387,7 +387,7 @@ TEST(nothing_of_the_hosts_runs_under_a_lock) {
     }
 }
 
-/* Runs in a process of its own with the default logger, which is told of the failure; 99: it hung. */
+/* Runs in a separate process with the default logger, which gets the failure; 99: it hung. */
 static int failure_of(int which, int host_visible) {
     int status;
     pid_t child;

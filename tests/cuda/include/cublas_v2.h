@@ -1,4 +1,4 @@
-/* cublas_v2.h - the handle of cuBLAS, which cuBLASLt accepts in place of its own, and no more of cuBLAS. */
+/* cublas_v2.h - the handle of cuBLAS, which cuBLASLt also accepts, and nothing else of cuBLAS. */
 #if defined(COC_TOOLKIT)
 #include_next <cublas_v2.h>
 #elif !defined(COC_CUBLAS_V2_H)

@@ -1,7 +1,7 @@
 /* coc.h - the functions of tests/cuda/include/coc.h on a real GPU, for tests of the CUDA backend that are built for a
  * device.
  *
- * A GPU has one order of its own, so coc_every_order runs twice and requires the same bits.  compute-sanitizer detects
+ * A GPU has only one order, so coc_every_order runs twice and requires the same bits.  compute-sanitizer detects
  * faults, red zones and leaks.  Some functions need the model: failing calls, counting calls, other numbers of
  * multiprocessors.  A test that calls one of these ends there and counts as skipped, with the reason. */
 #ifndef COC_ON_GPU_H

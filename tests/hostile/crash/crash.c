@@ -3,7 +3,7 @@
  *
  *     build/crash [--kills 10] [--seed 1] [--record FILE]
  *
- * Each run of the example trainer is a process of its own, and is ended by SIGKILL.  This happens at a call of the file
+ * Each run of the example trainer is a separate process, and is ended by SIGKILL.  This happens at a call of the file
  * layer (before it, after it, or with half of a write done; all such moments of a checkpoint in turn), or at a random time.
  * At every moment, the following must hold:
  *

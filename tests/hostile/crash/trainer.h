@@ -1,4 +1,4 @@
-/* trainer.h - runs the example trainer in a process of its own, for the programs that kill it or make its calls fail.
+/* trainer.h - runs the example trainer in a separate process, for the programs that kill it or make its calls fail.
  *
  * The programs are linked with --wrap for the C library's calls in TRAINER_WRAPS (rules.mk).  Therefore the trainer runs
  * unchanged, and every call of its file layer passes through here first.  Data that must outlive a killed process is kept
