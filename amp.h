@@ -17763,50 +17763,54 @@ static amp_result ampi_rope_kernel(ampi_call *c) {
 }
 
 /* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
-   none); the bytes of its part of ampi_call.k; whether the first parameter names a layer without a name; the operator's
-   functions.  amp_gemm is no row: it has no op struct, and as a drop-in for sgemm it must cost no more than one. */
+   none); the bytes of its part of ampi_call.k; its traits; the operator's functions.  amp_gemm is no row: it has no op
+   struct, and as a drop-in for sgemm it must cost no more than one. */
+
+/* NAMED: the first parameter names a layer without a name.  REPORTS: `kernel` itself logs the decision, with its use of
+   the cast cache, and marks each gradient as soon as it is there. */
+enum { AMPI_NAMED = 1, AMPI_REPORTS = 2 };
 
 typedef struct ampi_operator {
     int32_t id;
     const char *names[2];           /* of the public functions */
     size_t plan, params[2], bytes;
-    int named;
+    int traits;
     amp_result (*prepare)(ampi_call *c);
     amp_result (*kernel)(ampi_call *c);
 } ampi_operator;
 
-#define AMPI_CALL_OF(id, name, op, a, b, named) \
+#define AMPI_CALL_OF(id, name, op, a, b, traits) \
     {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b}, \
-     sizeof(((ampi_call *)0)->k.op), named, ampi_##op##_prepare, ampi_##op##_kernel}
-#define AMPI_CALL(id, name, a, b, named) AMPI_CALL_OF(id, name, name, a, b, named)
+     sizeof(((ampi_call *)0)->k.op), traits, ampi_##op##_prepare, ampi_##op##_kernel}
+#define AMPI_CALL(id, name, a, b, traits) AMPI_CALL_OF(id, name, name, a, b, traits)
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
 static const ampi_operator ampi_calls[] = {
-    AMPI_CALL(LINEAR, linear, AMPI_IN(linear, weight), AMPI_IN(linear, bias), 1),
+    AMPI_CALL(LINEAR, linear, AMPI_IN(linear, weight), AMPI_IN(linear, bias), AMPI_NAMED | AMPI_REPORTS),
     AMPI_CALL(MATMUL, matmul, 0, 0, 0),
     AMPI_CALL(ATTENTION, attention, 0, 0, 0),
-    AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
-    AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), 1),
+    AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_NAMED),
+    AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_NAMED),
     AMPI_CALL(SOFTMAX, softmax, 0, 0, 0),
     AMPI_CALL(ACTIVATION, activation, AMPI_IN(activation, bias), 0, 0),
     AMPI_CALL(SWIGLU, swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
     AMPI_CALL(CROSS_ENTROPY, cross_entropy, 0, 0, 0),
     AMPI_CALL(MSE, mse, 0, 0, 0),
-    AMPI_CALL(EMBEDDING, embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), 1),
+    AMPI_CALL(EMBEDDING, embedding, AMPI_IN(embedding, table), AMPI_IN(embedding, positions), AMPI_NAMED),
     AMPI_CALL(DROPOUT, dropout, 0, 0, 0),
     AMPI_CALL(ROPE, rope, 0, 0, 0),
     AMPI_CALL(LINEAR_CROSS_ENTROPY, linear_cross_entropy, AMPI_IN(linear_cross_entropy, weight),
-              AMPI_IN(linear_cross_entropy, bias), 1),
+              AMPI_IN(linear_cross_entropy, bias), AMPI_NAMED),
 };
 
 static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backward) {
     const ampi_operator *row = ampi_calls;
-    const int is_linear = id == AMP_OP_LINEAR;      /* logs its use of the cast cache, and marks its gradients */
     const char *f, *layer;
     amp_plan *plan;
     ampi_call c;
-    int i;
+    int i, reports;
     while (row->id != id) row++;
     f = row->names[backward];
+    reports = (row->traits & AMPI_REPORTS) != 0;
     AMPI_TRY(ampi_op_begin(f, amp, op, row->plan));
     c.amp = amp; c.f = f; c.op = op; c.id = id; c.backward = backward; c.bad = 0;
     c.inputs[0] = c.inputs[1] = AMP_DTYPE_DEFAULT;
@@ -17825,11 +17829,11 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     AMPI_TRY(ampi_check_places(f, &c.at));
     if (backward) c.plan = *plan;
     else
-        AMPI_TRY(ampi_plan_forward(&c, row->named ? ampi_layer_name(layer, c.params[0]) : layer, plan,
-                                   ampi_versions(c.params[0], c.params[1]), is_linear));
+        AMPI_TRY(ampi_plan_forward(&c, row->traits & AMPI_NAMED ? ampi_layer_name(layer, c.params[0]) : layer, plan,
+                                   ampi_versions(c.params[0], c.params[1]), reports));
     AMPI_TRY(ampi_as(f, (row->kernel)(&c)));
     if (!backward) *plan = c.plan;
-    for (i = 0; i < 2 && backward && !is_linear; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
+    for (i = 0; i < 2 && backward && !reports; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
     return AMP_OK;
 }
 
