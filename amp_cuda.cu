@@ -1879,7 +1879,7 @@ template <class D, class S> struct ampc_cast_shape {
     };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
     /* stochastic rounding: at least 4, one block of random numbers, and at most 8 */
-    enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width };
+    enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width, rounded_per_sm = sizeof(S) == 8 ? 6 : 0 };
 };
 
 template <class D, class S> __global__ void
@@ -1920,7 +1920,9 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
 }
 
 /* Stochastic rounding to 16 and 8 bits. */
-template <class D, class S> __global__ void __launch_bounds__(256)
+template <class D, class S> __global__ void
+__launch_bounds__(256, (ampc_cast_shape<D, S>::rounded_per_sm < AMPC_RESIDENT ? ampc_cast_shape<D, S>::rounded_per_sm
+                                                                              : AMPC_RESIDENT))
 ampc_cast_stochastic_kernel(D *dst, const S *src, int64_t n, int saturate, uint64_t seed, uint64_t offset,
                             unsigned long long *new_inf) {
     enum { W = ampc_cast_shape<D, S>::rounded };
