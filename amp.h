@@ -27645,9 +27645,9 @@ static int ampi_is_first(const amp_context *amp) { (void)amp; return 1; }
 
 /* ==== 13 >>data: implementation ====
 
-   Batches are numbered over all epochs: epoch * batches per epoch + index.  Batch `number` goes into slot
-   number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer takes them in
-   order.  A batch's samples depend only on its number, so a position is one number. */
+   Batches are numbered over all epochs.  The number of a batch is epoch * batches per epoch + index.  Batch `number`
+   goes into slot number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer
+   takes them in order.  A batch's samples depend only on its number, so one number is a position in the data. */
 
 enum {
     AMPI_LLMC_HEADER = 1024,
@@ -27656,8 +27656,8 @@ enum {
     AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this size */
     AMPI_CACHE_MB = 1024,
     AMPI_CACHE_BLOCK = 1 << 16,
-    AMPI_CACHED_SAMPLE = 8192,      /* longer samples get a read each */
-    AMPI_PIECES = 32,               /* reads planned ahead */
+    AMPI_CACHED_SAMPLE = 8192,      /* samples of this many bytes or more are read without the cache */
+    AMPI_PIECES = 32,               /* the most reads that are planned at a time */
     AMPI_HASH_BLOCK = 4096, AMPI_HASH_BLOCKS = 16,
     AMPI_ORDER_ROUNDS = 8,
     AMPI_CLOSE_MS = 30,             /* how long destroy waits before it leaves a worker behind */
@@ -27665,12 +27665,13 @@ enum {
     AMPI_POSITION_COUNT = 13        /* values in the saved record */
 };
 
-/* Internal: a worker was told to stop in the middle of a batch. */
+/* An internal result: a worker gave up its batch because `cancel` was set.  The batch's slot is then to be filled
+   again. */
 #define AMPI_CANCELLED AMP_ERR_STATE
 
-/* ---- Order: a permutation of 0..n-1 without a table.  An alternating Feistel network over the fewest bits that hold
-   n, repeated until the result is below n (under two steps on average): Black & Rogaway 2002.  Saved positions depend
-   on these functions: they never change. */
+/* ---- Order: a permutation of 0..n-1 that needs no table.  It is an alternating Feistel network over the fewest bits
+   that can number n values.  It is repeated until the result is below n, which takes fewer than two steps on average
+   (Black & Rogaway 2002).  The meaning of saved positions depends on these functions, so they must never change. */
 
 typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
 
@@ -27681,7 +27682,7 @@ static uint64_t ampi_mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* Number i of the stream that belongs to (seed, epoch). */
+/* Returns number i of the random stream that belongs to (seed, epoch). */
 static uint64_t ampi_epoch_random(uint64_t seed, int64_t epoch, uint64_t i) {
     uint64_t stream = ampi_mix64(ampi_mix64(seed + UINT64_C(0x9e3779b97f4a7c15)) ^ (uint64_t)epoch);
     return ampi_mix64(stream + (i + 1) * UINT64_C(0x9e3779b97f4a7c15));
@@ -27708,8 +27709,8 @@ static AMPI_ALWAYS uint64_t ampi_order_step(const ampi_order *order, uint64_t x)
     return high << order->low_bits | low;
 }
 
-/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches: one alone
-   would wait for its multiplications. */
+/* Sets `out` to the samples at the n places from `place` on; n <= AMPI_PIECES.  They are computed side by side and
+   without branches, because a single one would wait for the results of its multiplications. */
 static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
     int64_t walking[AMPI_PIECES], i, k;
@@ -27740,35 +27741,37 @@ typedef struct ampi_data_file {
     amp_dtype dtype;
     int64_t count, row;             /* elements of the first dimension, values in each */
     int64_t first_sample, samples;  /* the loader's samples in it */
-    int64_t first_byte, stride, overlap;    /* sample i: stride + overlap bytes at first_byte + i * stride */
-    int64_t cache_at, cached;       /* the cache has room for its first `cached` bytes, there */
+    int64_t first_byte, stride, overlap;    /* sample i in it: stride + overlap bytes at first_byte + i * stride */
+    int64_t cache_at, cached;       /* the cache has room for the file's first `cached` bytes, from cache_at on */
 } ampi_data_file;
 
+/* The state of a slot changes only under the loader's lock. */
 typedef enum ampi_slot_state {
     AMPI_SLOT_EMPTY, AMPI_SLOT_FILLING, AMPI_SLOT_READY, AMPI_SLOT_FAILED,
-    AMPI_SLOT_RETRY                 /* to be filled again */
+    AMPI_SLOT_RETRY                 /* claimed, and to be filled again */
 } ampi_slot_state;
 
 typedef struct ampi_slot {
     ampi_slot_state state;
-    int worker, ahead;              /* which fills it; 1: claimed before the consumer waited for it */
+    int worker, ahead;              /* the worker that fills it; 1: claimed before the consumer waited for it */
     amp_result result;
     char error[sizeof ampi_error_text];
     char *data;                     /* in the ring */
-    void *copied;                   /* event: its copy to the device is done */
+    void *copied;                   /* the event after its copy to the device */
 } ampi_slot;
 
 enum { AMPI_BLOCK_ABSENT, AMPI_BLOCK_LOADING, AMPI_BLOCK_LOADED };
 
-/* What a worker is doing.  The closing thread turns READING into ABANDONED; the worker then touches only itself, the
-   loader's files and cache, and its shell. */
+/* What a worker is doing.  It is READING while it is in a call that reads a file, which may hang.  The thread that
+   destroys the loader changes READING to ABANDONED.  From then on the worker may use only memory that ampi_loader_free
+   frees: its ampi_worker, the loader's files and cache, and struct amp_loader.  The ring may be freed already. */
 enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
 
-/* A file's length when a worker last looked, and in which of its fills: the cache serves only bytes that
-   the file still has. */
+/* A file's length when a worker last asked for it, and the worker's fill in which that was.  With this, the cache
+   serves only bytes that the file still has. */
 typedef struct ampi_seen { int64_t fill, bytes; } ampi_seen;
 
-/* Neighbouring samples, read at once. */
+/* Neighbouring samples that one read fetches, beginning at `offset` in the file. */
 typedef struct ampi_piece { const ampi_data_file *file; int64_t offset, samples; } ampi_piece;
 
 typedef struct ampi_worker {
@@ -27777,11 +27780,11 @@ typedef struct ampi_worker {
     int id, started, exited, abandoned;
     int64_t number;                 /* of the batch it fills */
     int phase;                      /* atomic */
-    int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
+    int64_t file, offset;           /* atomic: where it reads; for a callback, `offset` is the sample's number */
     uint8_t *scratch;
     uint8_t *raw;                   /* one sample's values before they are cast into a slot */
-    int64_t fills;                  /* begun */
-    ampi_seen *seen;                /* of each file, when there is a cache */
+    int64_t fills;                  /* how many it has begun */
+    ampi_seen *seen;                /* one for each file; NULL without a cache */
     ampi_order order;
     int64_t order_epoch;            /* of `order`; -1: none */
 } ampi_worker;
@@ -27789,7 +27792,7 @@ typedef struct ampi_worker {
 /* The thread that opens the files, within .timeout_ms. */
 typedef struct ampi_opener {
     void *thread;
-    int64_t file;                   /* atomic: which; -1: still looking for them */
+    int64_t file;                   /* atomic: the file that it opens; -1: it is still searching for the files */
     int done, abandoned;
     amp_result result;
     char error[sizeof ampi_error_text];
@@ -27801,8 +27804,8 @@ struct amp_loader {
     amp_system system;
     amp_loader_desc desc;           /* effective */
     amp_source source;              /* its fields describe every kind of source */
-    amp_tensor tensors[AMP_MAX_FIELDS];     /* of desc.tensors */
-    amp_field fields[AMP_MAX_FIELDS];   /* as delivered: in amp_autocast_input's dtype */
+    amp_tensor tensors[AMP_MAX_FIELDS];     /* the copy that desc.tensors points to */
+    amp_field fields[AMP_MAX_FIELDS];   /* as delivered, in the dtype that amp_autocast_input returns */
     ampi_source_kind kind;
     ampi_data_file *files;
     int64_t n_files;
@@ -27811,45 +27814,46 @@ struct amp_loader {
     int64_t end;                    /* number of the first batch after the last epoch */
     uint64_t hash;
     /* buffers */
-    int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
+    int narrow;                     /* 1: slots hold tokens in 16 bits; device slots in 32, at twice the offset */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes, raw_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
-    int64_t raw_offset[AMP_MAX_FIELDS];         /* where in scratch memory a callback's field is before its cast */
+    int64_t raw_offset[AMP_MAX_FIELDS];         /* where in a worker's `raw` a callback's field is before its cast */
     ampi_slot *slots;
     char *ring;
     uint8_t *cache;                 /* file contents in blocks, each filled once, by the first worker that needs it */
     uint8_t *cache_blocks;          /* atomic: their states */
     int64_t cache_bytes;
-    /* for memory the host cannot read: two device slots, filled in turn on a stream of their own */
+    /* for memory that the CPU cannot read: two device slots, which are filled in turn on the separate copy_stream */
     const amp_backend *backend;
-    void *dev, *stream, *copy_stream, *in_use[2];     /* used: events, all work queued before the last calls of next */
+    /* in_use: events after the work that was queued before the last two calls of amp_loader_next */
+    void *dev, *stream, *copy_stream, *in_use[2];
     char *device;                   /* the two slots, and room behind them for tokens in 16 bits */
-    const char *padding;            /* in the ring: the targets of a batch that is all padding */
-    int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
+    const char *padding;            /* in the ring, behind the slots: the targets of a batch that is all padding */
+    int64_t deliveries;             /* batches delivered; the next one is in device slot deliveries & 1 */
     int64_t issued;                 /* number of the first batch whose copy has not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
     int lost;                       /* threads that a callback ended */
-    int cancel;                     /* atomic: workers drop their batches */
-    int64_t busy, retries;
-    int64_t calls;                  /* host calls in progress */
-    pthread_t caller;               /* the thread of the last of them */
-    int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
-    pid_t process;                  /* in which the threads run */
+    int cancel;                     /* atomic; 1: workers give up their batches */
+    int64_t busy, retries;          /* workers that fill a slot; slots in the state RETRY */
+    int64_t calls;                  /* the program's calls that are in progress and may wait */
+    pthread_t caller;               /* the thread that began the last of them */
+    int64_t holders;                /* users of this struct: its owner, and threads left behind; the last frees it */
+    pid_t process;                  /* the one in which the threads run */
     ampi_opener opener;
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
-    int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot is still in use */
-    int64_t waits, wait_ns;
+    int64_t consumed, claimed, released;    /* the first batch not taken; not claimed; whose slot is still in use */
+    int64_t waits, wait_ns;         /* of the consumer for batches */
     ampi_worker *workers;
-    int64_t n_workers;              /* in the array; without threads one, which reads for amp_loader_next */
+    int64_t n_workers;              /* in the array; without threads there is one, which amp_loader_next uses */
 };
 
 /* ---- Files */
 
 static const char ampi_loader_create_name[] = "amp_loader_create";
 
-/* Reads up to `bytes` at an offset; fewer only at the end that the file had when it was opened. */
+/* Reads up to `bytes` bytes at an offset.  *got is less only at the end that the file had when it was opened. */
 static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes,
                                  int64_t offset, int64_t *got) {
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
@@ -27862,7 +27866,7 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
                      (long long)offset);
 }
 
-/* The file's size must be exactly what its header promises. */
+/* Checks that the file's size is exactly what its header says. */
 static amp_result ampi_data_check_size(const ampi_data_file *f) {
     int64_t size = (int64_t)amp_dtype_size(f->dtype), held = (f->bytes - f->start) / size;
     if (f->count == 0 ? f->bytes == f->start
@@ -27905,7 +27909,7 @@ static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64
 typedef struct ampi_npy { char descr[8]; int fortran, dims; int64_t shape[AMPI_NPY_DIMS], start; } ampi_npy;
 typedef struct ampi_text { const char *at, *end; } ampi_text;
 
-/* Skips white space, and then `word` if it comes next. */
+/* Skips white space, and then `word` if it comes next.  Returns 1 if it skipped the word. */
 static int ampi_text_take(ampi_text *t, const char *word) {
     size_t n = strlen(word);
     while (t->at < t->end && (*t->at == ' ' || *t->at == '\n' || *t->at == '\t' || *t->at == '\r')) t->at++;
@@ -27914,7 +27918,7 @@ static int ampi_text_take(ampi_text *t, const char *word) {
     return 1;
 }
 
-/* A quoted string of at most size - 1 characters. */
+/* Reads a quoted string of at most size - 1 characters.  Returns 0 if there is none. */
 static int ampi_text_string(ampi_text *t, char *out, size_t size) {
     const char *quote = ampi_text_take(t, "'") ? "'" : ampi_text_take(t, "\"") ? "\"" : NULL;
     size_t n = 0;
@@ -27972,7 +27976,8 @@ static int ampi_npy_dict(ampi_text *t, ampi_npy *npy) {
     return seen == 7;
 }
 
-/* Where the dict begins and ends, from the first 12 bytes; 0: not a .npy file of a known version. */
+/* Finds the dict of a header from the first 12 bytes.  Sets *text to the offset where the dict begins, and returns the
+   offset where it ends.  Returns 0 if this is not a .npy file of a known version. */
 static int64_t ampi_npy_extent(const uint8_t *head, int64_t n, int64_t *text) {
     if (n < 12 || memcmp(head, "\x93NUMPY", 6) != 0 || head[6] < 1 || head[6] > 3) return 0;
     *text = head[6] == 1 ? 10 : 12;
@@ -27984,7 +27989,7 @@ static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
         const char *name;
         amp_dtype dtype;
         int tokens;
-    } known[] = {/* 0 arrays, 1 tokens, 2 both */
+    } known[] = {/* tokens 0: for arrays; 1: for token files; 2: for both */
                  {"f2", AMP_F16, 0}, {"f4", AMP_F32, 0}, {"f8", AMP_F64, 0}, {"b1", AMP_U8, 0}, {"u1", AMP_U8, 2},
                  {"u2", AMP_U16, 2}, {"i4", AMP_I32, 2}, {"i8", AMP_I64, 2}, {"u4", AMP_I32, 1}};
     size_t i;
@@ -27994,7 +27999,7 @@ static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
     return AMP_DTYPE_DEFAULT;
 }
 
-/* Fills dtype, start, count and row of f from its head, n bytes. */
+/* Sets dtype, start, count and row of f from the file's first n bytes. */
 static AMPI_COLD amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_t n, int tokens) {
     ampi_npy npy;
     ampi_text text;
@@ -28077,13 +28082,14 @@ static uint64_t ampi_hash_number(uint64_t hash, int64_t value) {
     return ampi_hash_bytes(hash, bytes, 8);
 }
 
-/* Hashes a file's size and evenly spaced blocks, first and last included: 16 of a single file, two of each of many. */
+/* Hashes a file's size and some evenly spaced blocks, including the first and the last.  These are 16 blocks of a
+   single file.  Several files share the 16, but each has at least two. */
 static amp_result ampi_data_hash(amp_loader *l, const ampi_data_file *f) {
     uint8_t block[AMPI_HASH_BLOCK];
     int64_t blocks = AMPI_MAX(AMPI_HASH_BLOCKS / l->n_files, 2), last = f->bytes - AMPI_HASH_BLOCK, i, n, offset;
     l->hash = ampi_hash_number(l->hash, f->bytes);
     for (i = 0; i < blocks; i++) {
-        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* short: all of it */
+        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* hashes a short file whole */
                : i == blocks - 1 ? last : last / (blocks - 1) * i;
         if (offset >= f->bytes) break;
         AMPI_TRY(ampi_data_read(l, f, block, sizeof block, offset, &n));
@@ -28115,7 +28121,7 @@ static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
     return AMP_OK;
 }
 
-/* A path that matches the start of a pattern, followed by its text, and the rest of the pattern. */
+/* A path that matches the beginning of a pattern, and the rest of that pattern.  The path's text follows the struct. */
 typedef struct ampi_path { struct ampi_path *next; const char *rest; int64_t bytes; } ampi_path;
 typedef struct ampi_search {
     const amp_system *system;
@@ -28126,7 +28132,7 @@ typedef struct ampi_search {
 
 static char *ampi_path_text(ampi_path *p) { return (char *)(p + 1); }
 
-/* Adds the path `at` + name + the slashes that follow in the pattern. */
+/* Adds to the list `ahead` the path `at`, followed by the name and the slashes that come next in the pattern. */
 static int ampi_search_add(ampi_search *s, const char *name) {
     const char *end = s->at->rest + strcspn(s->at->rest, "/"), *rest = end + strspn(end, "/");
     int64_t bytes = (int64_t)(sizeof(ampi_path) + strlen(ampi_path_text(s->at)) + strlen(name)) + (rest - end) + 1;
@@ -28156,7 +28162,7 @@ static int ampi_path_exists(const amp_system *s, const char *path) {
     return error != -ENOENT && error != -ENOTDIR;
 }
 
-/* Extends `at` by one component of the pattern. */
+/* Extends the path `at` by one component of the pattern. */
 static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
@@ -28177,7 +28183,8 @@ static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* The matches of a pattern in byte order: the same on every rank, whatever the locale. */
+/* Finds the files that match a pattern.  They are sorted in byte order, which is the same on every rank and in every
+   locale. */
 static AMPI_COLD amp_result ampi_files_by_pattern(amp_loader *l) {
     ampi_search s;
     ampi_path root[2], *found = NULL, *p;
@@ -28211,7 +28218,7 @@ static AMPI_COLD amp_result ampi_files_by_pattern(amp_loader *l) {
     return result;
 }
 
-/* 1: the path has wildcards and is not itself the name of a file. */
+/* Returns 1 if the path has wildcards and is not itself the name of a file. */
 static int ampi_is_pattern(const amp_loader *l) {
     return strpbrk(l->desc.path, "*?[") != NULL && !ampi_path_exists(&l->system, l->desc.path);
 }
@@ -28242,7 +28249,8 @@ static amp_result ampi_loader_bounds(amp_loader *l, int64_t n, const char *what)
     return AMP_OK;
 }
 
-/* Counts the samples of token files: those of each file that lie in [first, last) with the token after them. */
+/* Counts the samples of token files.  A sample counts if its tokens and the token after them lie in one file and in
+   [first, last). */
 static amp_result ampi_loader_count_tokens(amp_loader *l) {
     int64_t i, at = 0;
     for (i = 0; i < l->n_files; i++) {
@@ -28293,7 +28301,8 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Arrays in memory are read by a callback of amp.h's own. */
+/* The callback that reads samples from arrays in memory.  With it, these arrays are handled like a callback of the
+   program. */
 static int ampi_read_tensors(void *user, const amp_sample *sample, void *const *fields) {
     const amp_loader *l = (const amp_loader *)user;
     int32_t i;
@@ -28305,7 +28314,8 @@ static int ampi_read_tensors(void *user, const amp_sample *sample, void *const *
     return 0;
 }
 
-/* All of an array up to 64 KiB; of a larger one evenly spaced rows, first and last included, up to a block of each. */
+/* Hashes an array of up to 64 KiB whole.  Of a larger array it hashes evenly spaced rows, including the first and the
+   last.  Of a row longer than a block it then hashes only the first block. */
 static uint64_t ampi_tensor_hash(uint64_t hash, const amp_tensor *t, int64_t bytes) {
     const int64_t most = AMPI_HASH_BLOCKS * AMPI_HASH_BLOCK;
     int64_t last = t->shape[0] - 1, n = AMPI_MAX(most / bytes, (int64_t)AMPI_HASH_BLOCKS), i, row;
@@ -28317,7 +28327,7 @@ static uint64_t ampi_tensor_hash(uint64_t hash, const amp_tensor *t, int64_t byt
     return hash;
 }
 
-/* Array i: rows of `width` contiguous elements in host memory. */
+/* Checks array i, whose rows must be contiguous and in CPU memory.  *width is the number of elements in a row. */
 static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i, int64_t *width) {
     amp_memory_kind kind = AMP_MEMORY_HOST;
     amp_tensor row;
@@ -28407,7 +28417,7 @@ static amp_result ampi_files_open(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Finds samples, batches, fields and hash of the open source. */
+/* Finds the samples, batches and fields of the source, whose files are open, and the hash of a callback. */
 static amp_result ampi_loader_open(amp_loader *l) {
     const amp_loader_desc *d = &l->desc;
     int64_t per_rank;
@@ -28428,8 +28438,8 @@ static amp_result ampi_loader_open(amp_loader *l) {
 
 /* ---- Filling a slot */
 
-/* This rank's places of batch `index` in the epoch's order.  Samples that do not fill a batch on every rank are shared
-   evenly. */
+/* Finds this rank's part of batch `index`, which is the n places from *start on in the epoch's order.  The samples at
+   the end of an epoch that do not fill a batch on every rank are divided evenly among the ranks. */
 static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start, int64_t *n) {
     int64_t world = l->desc.world, rank = l->desc.rank, rest;
     *n = l->desc.batch;
@@ -28440,7 +28450,7 @@ static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start
     *n = rest / world + (rank < rest % world);
 }
 
-/* The cached bytes of a file, or NULL. */
+/* Returns bytes of a file in the cache, or NULL if not all of them are there. */
 static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t at = f->cache_at + offset, block;
     if (offset + bytes > f->cached) return NULL;
@@ -28449,8 +28459,8 @@ static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file 
     return l->cache + at;
 }
 
-/* Reads the blocks of these bytes into the cache, except blocks that another worker is reading or that cannot be read:
-   their bytes are read directly. */
+/* Reads the blocks of these bytes into the cache, except blocks that another worker is reading and blocks that cannot
+   be read.  If a block is missing afterwards, the caller reads the bytes directly. */
 static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t from = offset / AMPI_CACHE_BLOCK * AMPI_CACHE_BLOCK;
     for (; from < offset + bytes && from < f->cached; from += AMPI_CACHE_BLOCK) {
@@ -28463,7 +28473,8 @@ static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_
     }
 }
 
-/* *data = the bytes, in the cache or in the worker's scratch memory.  Returns their number, or -errno.  May hang. */
+/* Sets *data to the bytes, which are in the cache or in the worker's scratch memory.  Returns their number, or -errno.
+   The calls in it that use the file may hang. */
 static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
@@ -28501,7 +28512,7 @@ static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int6
                      (long long)(offset + got), (long long)f->bytes);
 }
 
-/* *data = bytes of a file, valid until the next call. */
+/* Sets *data to bytes of a file.  They are valid until the worker's next call. */
 static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
                                   const uint8_t **data) {
     const amp_loader *l = w->loader;
@@ -28514,7 +28525,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
     return ampi_worker_read(w, f, offset, bytes, data);
 }
 
-/* Token i; UINT32_MAX if it is negative or beyond 32 bits. */
+/* Returns token i, or UINT32_MAX if an int64 token is negative or does not fit into 32 bits. */
 static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
@@ -28527,7 +28538,8 @@ static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int6
 typedef uint16_t ampi_u16x8 __attribute__((__vector_size__(16)));
 typedef int32_t ampi_i32x8 __attribute__((__vector_size__(32)));
 
-/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it converted. */
+/* Does the same as ampi_token_row_as for 16-bit tokens, 8 tokens at a time.  Needs a little-endian machine.  Returns
+   how many tokens it converted. */
 static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                                  uint32_t limit, uint32_t *bad) {
     ampi_u16x8 last, over = {0}, in, out;
@@ -28552,8 +28564,8 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
     return i;
 }
 
-/* One sample: seq inputs, and the same shifted by one as targets, in int32 or (narrow) uint16.  Nonzero if a token is
-   not below the limit. */
+/* Converts one sample to seq inputs and to the targets, which are the inputs shifted by one.  Both are int32 or, if
+   narrow is 1, uint16.  Returns a nonzero value if a token is not below the limit. */
 static AMPI_ALWAYS uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
@@ -28597,7 +28609,7 @@ static amp_result ampi_bad_token(const ampi_data_file *f, const uint8_t *raw, in
 
 static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sample) {
     int64_t low = 0, high = l->n_files - 1;
-    while (low < high) {                /* the last file whose first sample is not beyond it */
+    while (low < high) {                /* finds the last file whose first sample is not after this one */
         int64_t middle = low + (high - low + 1) / 2;
         if (l->files[middle].first_sample <= sample) low = middle;
         else high = middle - 1;
@@ -28605,13 +28617,13 @@ static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sa
     return l->files + low;
 }
 
-/* How many neighbouring samples of `size` bytes one read may fetch. */
+/* Returns how many neighbouring samples of `size` bytes one read may fetch.  In a random order this is one. */
 static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) {
     return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
 }
 
-/* Locates n samples from a place on, in this array or, if NULL, in the token files, as many as AMPI_PIECES pieces hold.
-   Returns the number of pieces; prefetches their cached bytes. */
+/* Locates the n samples from a place on, or as many of them as AMPI_PIECES pieces hold.  They are in this array or, if
+   it is NULL, in the token files.  Returns the number of pieces, and prefetches their cached bytes. */
 static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
@@ -28632,7 +28644,7 @@ static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *arra
     return count;
 }
 
-/* Fills rows of a batch from sample `row` on with tokens. */
+/* Fills the rows of a batch from `row` on with a piece's tokens. */
 static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int64_t row, ampi_slot *slot) {
     const amp_loader *l = w->loader;
     const ampi_data_file *f = p->file;
@@ -28648,7 +28660,7 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
-/* 1: field k is cast. */
+/* Returns 1 if field k is delivered in another dtype than the source's. */
 static int ampi_field_is_cast(const amp_loader *l, int64_t k) {
     return l->fields[k].dtype != l->source.fields[k].dtype;
 }
@@ -28681,7 +28693,7 @@ static amp_result ampi_fill_array_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
-/* Samples from token files, or from each array. */
+/* Fills n rows of a slot from token files or, a field from each, from array files. */
 static amp_result ampi_fill_from_files(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
     const amp_loader *l = w->loader;
     int tokens = l->kind == AMPI_FROM_TOKENS;
@@ -28735,7 +28747,8 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     return AMP_OK;
 }
 
-/* Pads the batch to its full size; narrow targets are padded on the device. */
+/* Pads a batch of n samples to its full size.  Narrow targets are set to 0 here and padded on the device, because a
+   uint16 cannot hold -100. */
 static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
     int64_t i, missing = l->desc.batch - n, k;
     for (i = 0; i < l->source.n_fields && missing > 0; i++) {
@@ -28765,7 +28778,8 @@ static amp_result ampi_worker_fill(ampi_worker *w, int64_t number, ampi_slot *sl
 
 static ampi_slot *ampi_slot_of(amp_loader *l, int64_t number) { return l->slots + number % l->depth; }
 
-/* The batch to fill next: one to retry that the consumer waits for, or the next unclaimed one; -1: none. */
+/* Returns the batch to fill next.  While the consumer waits, a batch to retry comes first.  Otherwise it is the next
+   unclaimed batch, if a slot is free for it.  Returns -1 if there is none. */
 static int64_t ampi_queue_claim(amp_loader *l) {
     int64_t number;
     if (l->paused) return -1;
@@ -28781,7 +28795,7 @@ static void ampi_queue_store(amp_loader *l, ampi_slot *slot, amp_result result) 
     if (slot->state == AMPI_SLOT_FAILED) memcpy(slot->error, ampi_error_text, sizeof slot->error);
 }
 
-/* Slots of batches before `number` may be filled again. */
+/* Frees the slots of batches before `number`, so that they may be filled again. */
 static void ampi_queue_release(amp_loader *l, int64_t number) {
     if (l->released >= number) return;
     for (; l->released < number; l->released++) ampi_slot_of(l, l->released)->state = AMPI_SLOT_EMPTY;
@@ -28804,7 +28818,7 @@ static amp_result ampi_stopped(const char *function) {
     return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
 }
 
-/* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
+/* Waits for a worker's signal until `deadline` (monotonic ns).  Returns 0 if the time is up. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     int in_time;
     l->waiting++;
@@ -28819,8 +28833,8 @@ static void ampi_queue_again(amp_loader *l, ampi_slot *slot) {
     pthread_cond_broadcast(&l->work);
 }
 
-/* Waits until batch `number`, the next one, is READY.  If reading ahead failed, the batch is tried again now, and only
-   that attempt's failure is reported. */
+/* Waits until batch `number`, which must be the next one, is READY.  Without threads it fills the batch itself.  If
+   reading ahead failed, the batch is tried again now, and only a failure of that attempt is reported. */
 static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     ampi_slot *slot = ampi_slot_of(l, number);
     int64_t begin = 0;
@@ -28864,7 +28878,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
 
 /* ---- Workers */
 
-/* Frees what workers use; called when none is left. */
+/* Frees the memory that workers use, and the loader.  Called when no thread of the loader is left. */
 static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
@@ -28891,7 +28905,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
-/* ---- The thread that opens the files; left behind if a network file system hangs */
+/* ---- The thread that opens the files.  It is left behind if a network file system hangs. */
 
 static void ampi_opener_main(void *arg) {
     amp_loader *l = (amp_loader *)arg;
@@ -28900,7 +28914,7 @@ static void ampi_opener_main(void *arg) {
     sigset_t all;
     int last;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     result = ampi_files_open(l);
     pthread_mutex_lock(&l->lock);
     o->result = result;
@@ -28912,7 +28926,7 @@ static void ampi_opener_main(void *arg) {
     if (last) ampi_loader_free(l);
 }
 
-/* Without workers, this thread opens the files, with no time limit. */
+/* Opens the files within .timeout_ms.  Without workers the calling thread opens them, and there is no time limit. */
 static amp_result ampi_loader_open_files(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
     ampi_opener *o = &l->opener;
@@ -28943,7 +28957,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     return AMP_ERR_TIMEOUT;
 }
 
-/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, other workers go on. */
+/* Called when a callback ended the worker's thread (pthread_exit) instead of returning.  The worker's batch fails, and
+   the other workers continue. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -28976,7 +28991,7 @@ static void ampi_worker_main(void *arg) {
     sigset_t all;
     int last;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     pthread_mutex_lock(&l->lock);
     while (!l->stop) {
         int64_t number = ampi_queue_claim(l);
@@ -29021,7 +29036,8 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* A child of fork has no workers, and a worker of the parent may have held the lock at the fork. */
+/* Returns 1 if the loader has threads and this process is a child of fork.  The threads do not run in the child.  The
+   child must not take the lock either, because a worker of the parent may have held it at the fork. */
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
@@ -29039,14 +29055,15 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
-/* 1: the last call that began on this thread has not returned.  Then it is still running, and this is a callback of
-   its; or a C++ exception or longjmp left that callback, and nothing will return. */
+/* Returns 1 if the call that began last is this thread's and has not returned.  Then either it is still running, and
+   this function is called from its callback; or a C++ exception or longjmp left that callback, and the call will never
+   return. */
 static int ampi_loader_calls_here(const amp_loader *l) {
     return l->calls > 0 && pthread_equal(l->caller, pthread_self());
 }
 
-/* Brackets public calls that may block: destroying the loader waits for them.  here: where the public call is on the
-   stack. */
+/* Called at the beginning of public calls that may wait, because destroying the loader waits for these calls.
+   ampi_loader_leave ends them.  here: where the public call is on the stack. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr_t here) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
@@ -29056,7 +29073,7 @@ static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
-        if (ampi_loader_calls_here(l)) l->calls--;      /* it was left: a thread runs one call at a time */
+        if (ampi_loader_calls_here(l)) l->calls--;      /* that call was left, because a thread runs one at a time */
         l->calls++;
         l->caller = pthread_self();
     }
@@ -29072,7 +29089,7 @@ static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     return result;
 }
 
-/* Waits for every call and every worker to return; workers stuck in a read are left behind. */
+/* Waits until every call and every worker has returned.  Workers that are stuck in a read are left behind. */
 static void ampi_loader_finish(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
     if (!l->has_lock) return;
@@ -29100,7 +29117,7 @@ static void ampi_loader_finish(amp_loader *l) {
 
 /* ---- Buffers */
 
-/* 1: every token fits into 16 bits, and batches are copied to a device. */
+/* Returns 1 if every token fits into 16 bits and batches are copied to a device. */
 static int ampi_loader_narrow(const amp_loader *l) {
     int64_t i;
     if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
@@ -29109,7 +29126,8 @@ static int ampi_loader_narrow(const amp_loader *l) {
     return i == l->n_files;
 }
 
-/* With padding, narrow slots are followed by one large enough for a batch of 32-bit targets. */
+/* Sets the places of fields in a slot and the sizes of the ring.  With padding, narrow slots are followed by one more,
+   which is large enough for a batch of 32-bit targets. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
@@ -29140,7 +29158,8 @@ static amp_result ampi_loader_layout(amp_loader *l) {
     return AMP_OK;
 }
 
-/* A worker's scratch memory, for the longest read; and which files the cache holds. */
+/* Computes the size of a worker's scratch memory, which is that of the longest read, and the files' places in the
+   cache. */
 static void ampi_loader_file_memory(amp_loader *l) {
     int64_t limit = l->desc.cache_mb == AMP_NO_CACHE ? 0 : (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
@@ -29167,7 +29186,7 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
+    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* its pages are first written when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name,
                      "%lld bytes for the contents of files: set .cache_mb = %d to less", (long long)l->cache_bytes,
@@ -29316,7 +29335,7 @@ static void ampi_loader_defaults(amp_loader *l) {
     amp_loader_desc *d = &l->desc;
     const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
-    /* one more than are read ahead: the batch in use or being copied */
+    /* one slot more than batches are read ahead, for the batch that is in use or being copied */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
                (d->workers != AMP_NO_WORKERS || !l->backend->host_visible);
 }
@@ -29380,7 +29399,7 @@ AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **ou
 
 /* ---- Taking batches */
 
-/* Host memory: returns the slot itself, which the workers get back at the next call. */
+/* Delivers a batch in CPU memory.  It returns the slot itself, which the workers may fill again after the next call. */
 static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     amp_result result;
     pthread_mutex_lock(&l->lock);
@@ -29395,7 +29414,7 @@ static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
     return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
 }
 
-/* Widens the 16-bit tokens that arrived into a device slot, and pads its targets. */
+/* Widens the 16-bit tokens that were copied to the device into a device slot, and pads its targets. */
 static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
     char *targets = to + 2 * l->field_offset[1];
     int64_t start, valid, missing;
@@ -29414,8 +29433,8 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
                             AMP_COPY_TO_DEVICE, l->copy_stream);
 }
 
-/* Begins to copy a READY batch into the next device slot, after the work queued up to `after`, which may still use the
-   slot (the first time: its memory). */
+/* Begins to copy a READY batch into its device slot.  The copy starts after the event `after`, because the work before
+   it may still use the slot or, the first time, the slot's memory. */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
@@ -29429,7 +29448,8 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     return AMP_OK;
 }
 
-/* Gives slots whose copy is done back to the workers; waits only for the one that batch `number` needs. */
+/* Gives the slots whose copy is done back to the workers.  Waits only for the copy from the slot that batch `number`
+   needs. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
@@ -29444,8 +29464,8 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     return AMP_OK;
 }
 
-/* Two device slots: while the caller's kernels use one, the next batch is copied into the other.  The host waits
-   for workers only; the caller's stream waits for the copy. */
+/* Delivers a batch in one of the two device slots.  While the caller's kernels use one slot, the next batch is copied
+   into the other.  The caller's stream waits for the copy of the batch, and this thread does not. */
 static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     const amp_backend *b = l->backend;
     int turn = (int)(l->deliveries & 1), next_ready;
@@ -29508,7 +29528,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 
 /* ---- Position */
 
-/* Makes batch `number` the next one.  Workers drop their batches; batches read ahead are discarded. */
+/* Makes batch `number` the next one.  Workers give up their batches, and batches that were read ahead are discarded. */
 static AMPI_COLD amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
@@ -29577,7 +29597,7 @@ AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
     return AMP_OK;
 }
 
-/* Everything that the meaning of a position depends on. */
+/* Collects the position, and everything that its meaning depends on. */
 static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITION_COUNT]) {
     const amp_loader_desc *d = &l->desc;
     values[0] = l->consumed / l->batches; values[1] = l->consumed % l->batches;
@@ -29619,7 +29639,7 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
         return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
                          "\"%s\" was saved with .batch = %lld and .world = %lld, which must be 1 or more", key,
                          (long long)saved[4], (long long)saved[7]);
-    saved[4] *= saved[7];           /* the samples of a step: the number of ranks may change */
+    saved[4] *= saved[7];           /* compares the samples of a step, because the number of ranks may change */
     own[4] *= own[7];
     saved[7] = own[7];
     for (i = 2; i < AMPI_POSITION_COUNT; i++)
