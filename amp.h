@@ -29656,9 +29656,9 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
 /* ==== 14 >>watch: implementation ==== */
 
 #if !defined(AMP_NO_WATCH)
-/* A step as the program reported it and as measured; kept until the step's result is due. */
+/* What the program reported of a step, and what was measured.  A note is kept until the step's record is made. */
 typedef struct ampi_note {
-    int64_t number;                 /* the optimizer's number of this step; 0: void, the optimizer was restored */
+    int64_t number;                 /* the optimizer's number of this step; 0: the step was undone, and has no result */
     int64_t epoch, tokens;
     double loss, phase_seconds[AMP_PHASES];
     amp_dtype dtype;
@@ -29668,13 +29668,13 @@ typedef struct ampi_note {
 
 /* The moment from which time counts towards a phase of a step. */
 typedef struct ampi_mark {
-    void *event;                    /* the device's; NULL where the host's clock measures */
+    void *event;                    /* on the device; NULL if the CPU's clock measures */
     int64_t ns;
     int64_t step;
     amp_phase phase;
 } ampi_mark;
 
-/* Sums of epochs. */
+/* Sums over the steps of one or several epochs. */
 typedef struct ampi_tally {
     int64_t epochs, steps, skipped, anomalies, tokens, peak;
     int64_t losses, dtypes[AMPI_DTYPES];
@@ -29688,23 +29688,23 @@ struct amp_monitor {
     ampi_object object;
     amp_context *amp;
     amp_monitor_desc desc;          /* effective */
-    char *text; int64_t text_bytes; /* of desc.path */
+    char *text; int64_t text_bytes; /* the copy that desc.path points to */
     intptr_t file; int open;
-    /* bytes of lines not yet written, their offset in the file, lines there was no room for */
+    /* lines not yet written: their bytes, and their offset in the file; lost: lines for which there was no room */
     char *lines; int64_t kept, offset, lost;
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken` and the current one */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are no longer needed */
-    int64_t last;                   /* the optimizer's steps at the last of them */
+    int64_t last;                   /* the optimizer's `sent` at the last of them */
     ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; the capacity is a power of two */
-    int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
+    int32_t begun;                  /* 1: a phase or a step of this epoch was reported */
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was given */
     amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
-    ampi_tally epoch, mixed, full;
+    ampi_tally epoch, mixed, full;  /* this epoch; the epochs before in mixed precision, and in full */
     int64_t epochs;                 /* number of the current one */
 };
 #endif /* AMP_NO_WATCH */
 
-/* ---- Settings: one table of keys serves setting, reading, checking and writing. */
+/* ---- Settings.  One table of keys is used to set, read, check and write them. */
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
@@ -29731,7 +29731,7 @@ static const ampi_word ampi_action_words[] = {
 static const ampi_word ampi_io_words[] = {
     {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION},
      {NULL, 0}};
-static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
+static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and the like */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_threads_words[] = {{"all", 0}, {NULL, 0}};
 static const ampi_word ampi_text_words[] = {{"none", 0}, {NULL, 0}};
@@ -29803,7 +29803,7 @@ static const ampi_field ampi_setting_table[] = {
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
 
-/* Word i of a key and its value, or NULL. */
+/* Returns word i of a key, and sets *value to what it means.  Returns NULL if the key has fewer words. */
 static const char *ampi_setting_word(const ampi_field *k, int i, double *value) {
     *value = i;
     if (k->type == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
@@ -29816,14 +29816,14 @@ static const char *ampi_setting_word(const ampi_field *k, int i, double *value) 
     return k->words[i].word;
 }
 
-/* 1: the n bytes of text are the word, in either case. */
+/* Returns 1 if the n bytes of text are the word, in upper or lower case. */
 static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
     for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
     return i == n && word[i] == 0;
 }
 
-/* A value as written in a file. */
+/* Writes a value as it stands in a file of settings. */
 static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
     const char *word;
     double of;
@@ -29850,7 +29850,7 @@ static const ampi_field ampi_monitor_fields[] = {
     {AMPI_OF_MONITOR(epoch, AMPI_I64), NULL, 0, 0, AMPI_DBL_MAX, "0 or more"}
 };
 
-/* What a key takes, in words. */
+/* Describes the values that a key may have. */
 static AMPI_COLD void ampi_setting_allowed(const ampi_field *k, char *out, size_t size) {
     const char *word;
     double of;
@@ -29881,10 +29881,10 @@ static int ampi_setting_parse(const ampi_field *k, const char *text, size_t n, d
 typedef struct ampi_origin {
     const char *function, *name;    /* name: the file, or NULL */
     int64_t line;
-    int environment;                /* 1: keys are named as variables */
+    int environment;                /* 1: keys are named like the variables of the environment */
 } ampi_origin;
 
-/* "max.conf: line 3: .dtype", "AMP_DTYPE" */
+/* Names a key and its source, such as "max.conf: line 3: .dtype" or "AMP_DTYPE". */
 static const char *ampi_origin_text(const ampi_origin *from, const char *key, size_t n, char out[256]) {
     ampi_sheet t = ampi_sheet_of(out, 256);
     size_t i;
@@ -29917,7 +29917,7 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }
 
-/* The macro that left out all that reads this value, or NULL. */
+/* Returns the name of the macro that left out all code that reads this value, or NULL if some code reads it. */
 static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     if (value == 0) return NULL;
 #if defined(AMP_NO_CARE)
@@ -29937,11 +29937,11 @@ static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     return NULL;
 }
 
-/* How many entries a text has; -1: it is not of its kind. */
+/* Returns the number of entries in a text of layers or of rates, or -1 if the text is not valid. */
 static int64_t ampi_setting_count(const ampi_field *k, const char *text) {
     return k->offset == AMPI_AT(layers) ? ampi_layers_count(text) : ampi_rates_count(text);
 }
-/* Takes a text; 0: it is not of its kind, or too long. */
+/* Sets the field of a key to a text.  Returns 0 if the text has no entries, is not valid, or is too long. */
 static int ampi_setting_take(amp_settings *s, const ampi_field *k, const char *text, size_t n) {
     char copy[sizeof s->layers];
     if (n >= (size_t)k->high) return 0;
@@ -30003,7 +30003,7 @@ static void ampi_trim(const char **text, size_t *n) {
     while (*n > 0 && ((*text)[*n - 1] == ' ' || ((*text)[*n - 1] >= '\t' && (*text)[*n - 1] <= '\r'))) --*n;
 }
 
-/* One line; seen: the line where each key was set. */
+/* Reads one line of settings.  seen: for each key the line where it was set, or 0. */
 static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n,
                                      int64_t seen[AMPI_SETTINGS]) {
     const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
@@ -30031,7 +30031,7 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     return ampi_setting_set(s, from, k, value, rest);
 }
 
-/* Skips a leading byte order mark. */
+/* Reads settings from a text, which may begin with a byte order mark.  On failure nothing changes. */
 static AMPI_COLD amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name,
                                                const char *text, size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
@@ -30104,7 +30104,7 @@ AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     return AMP_OK;
 }
 
-/* Replaces defaults by their values; the scaler's come from its preset. */
+/* Replaces each 0 that asks for a default by the default's value.  The defaults of the scaler come from its preset. */
 static amp_settings ampi_settings_effective(const amp_settings *settings) {
     amp_settings s = *settings;
     int i;
@@ -30142,7 +30142,7 @@ static amp_result ampi_settings_check_text(const char *f, const amp_settings *s,
     if (memchr(text, 0, (size_t)k->high) != NULL && ampi_setting_count(k, text) >= 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, f, ".%s = \"%.80s\", must be %s", k->key, text, k->range);
 }
-/* Checks each field by itself, as a program may have filled it. */
+/* Checks each field by itself, because a program may have set it to any value. */
 static AMPI_COLD amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
     const char *left_out;
@@ -30217,7 +30217,7 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     return ampi_settings_check(f, settings);
 }
 
-/* The scaler's desc for training with weights or regions in these dtypes. */
+/* Returns the scaler's desc for training with weights or regions in these dtypes. */
 static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype, amp_dtype regions) {
     amp_scaler_desc d = s->scaler;
     int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
@@ -30233,7 +30233,7 @@ static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, si
             ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
-/* For contexts not yet open and for running ones. */
+/* Copies those settings that are copied for a context to be opened, and also for one that is open. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
@@ -30285,7 +30285,7 @@ AMP_API AMPI_COLD amp_result amp_settings_fill(const amp_settings *settings, con
     return AMP_OK;
 }
 
-/* 1: it concerns an optimizer, a monitor or a loader. */
+/* Returns 1 if a setting is for an optimizer, a monitor or a loader. */
 static int ampi_setting_is_of_others(const ampi_field *k) {
     return k->offset == AMPI_AT(nan_action) || (k->offset >= AMPI_AT(clip_norm) && k->offset != AMPI_AT(debug));
 }
@@ -30299,7 +30299,8 @@ static int ampi_env_is_empty(void) {
     return 1;
 }
 
-/* Names what the environment sets and nothing that was opened reads; the scaler's own settings if there is none. */
+/* Warns of settings in the environment that are for other objects than those that were opened, and of a loss scaler
+   that the settings ask for but that was not created. */
 static void ampi_env_unread(const amp_context *amp, const amp_settings *s, const amp_scaler_desc *scaling,
                             int has_scaler) {
     amp_settings none;
@@ -30329,7 +30330,7 @@ static AMPI_COLD amp_result ampi_open_env(amp_context **out, amp_scaler **scaler
     memset(&s, 0, sizeof s);
     memset(&desc, 0, sizeof desc);
     desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
+    AMPI_TRY(amp_settings_read_env(&s));           /* refuses misspelt names, even of variables that are empty */
     if (!ampi_env_is_empty()) {
         AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
         AMPI_TRY(amp_open_abi(&amp, &desc, AMPI_HEADERS));
@@ -30356,7 +30357,7 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
     return AMP_OK;
 }
 
-/* Refuses to change what an open context fixes; asked 0: the default. */
+/* Refuses to change a setting that cannot change after its object was created.  asked 0: no change is asked for. */
 static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
     const ampi_field *k = ampi_setting_find(key, strlen(key));
     char a[64], b[64];
@@ -30376,10 +30377,10 @@ static amp_result ampi_settings_rates(const char *f, const amp_settings *s, cons
                      "training: set them before amp_open", s->rates);
 }
 
-/* What settings change: the dtypes of the context and of its regions, and the scaler. */
+/* The results of settings for a context: its dtype, the dtype of its regions, and the desc of its scaler. */
 typedef struct ampi_settings_change { amp_choice choice, regions; amp_scaler_desc rule; } ampi_settings_change;
 
-/* Everything that amp_settings_apply may refuse. */
+/* Checks settings against the objects that they are to change, before anything changes. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp,
                                           const amp_scaler *scaler, const amp_optimizer *optimizer,
                                           ampi_settings_change *out) {
@@ -30480,7 +30481,7 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 #if !defined(AMP_NO_WATCH)
 /* ---- Status */
 
-/* JSON (RFC 8259): members of an object, by key. */
+/* These functions write the members of a JSON object (RFC 8259), by key. */
 static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
     s->first = 0;
@@ -30500,7 +30501,7 @@ static void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
     ampi_json_key(s, key);
     ampi_print(s, flag ? "true" : "false");
 }
-/* Nine digits, enough for fp32, with a point in every locale. */
+/* Writes a number with nine digits, which are enough for fp32, and with a point in every locale. */
 static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     char digits[64], *end = digits;
     const char *p = digits;
@@ -30514,7 +30515,7 @@ static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     ampi_json_key(s, key);
     ampi_print(s, "%s", digits);
 }
-/* Bytes that are not UTF-8 become U+FFFD. */
+/* Writes a text.  Bytes that are not UTF-8 become U+FFFD. */
 static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     const unsigned char *p = (const unsigned char *)text;
     int n;
@@ -30529,7 +30530,7 @@ static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     }
     ampi_print(s, "\"");
 }
-/* Values that may be unknown. */
+/* These two write values that may be unknown: a count is unknown if it is not above 0, a reading if it is negative. */
 static void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
     if (value > 0) ampi_json_integer(s, key, value);
     else ampi_json_null(s, key);
@@ -30539,12 +30540,12 @@ static void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
     else ampi_json_null(s, key);
 }
 
-/* The share of the device's memory that the context holds; -1: unknown. */
+/* Returns the share of the device's memory that the context holds, or -1 if it is unknown. */
 static double ampi_memory_share(const amp_memory_info *m) {
     return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
 }
 
-/* Checks *threshold and sets its default; 1 means never. */
+/* Checks *threshold, and sets its default if it is 0.  At a threshold of 1 there is never a warning. */
 static amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
     return ampi_check_real(function, "memory_warning", *threshold,
@@ -30605,13 +30606,13 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
     return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out));
 }
 
-/* The word of a value; "?" if it has none. */
+/* Returns the word of a value, or "?" if it has none. */
 static const char *ampi_word_of(const ampi_word *words, int value) {
     while (words->word != NULL && words->value != value) words++;
     return words->word ? words->word : "?";
 }
 
-/* Bytes with their unit. */
+/* Prints a number of bytes with a suitable unit. */
 static void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     double value = (double)bytes;
@@ -30812,10 +30813,11 @@ AMP_API void amp_profile_pop(amp_context *amp) {
     if (backend->profile_pop != NULL) (backend->profile_pop)(dev);
 }
 
-/* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room
-   on disk. */
+/* ---- Monitor.  A step's record is made when the step's result and the events that measure it are complete.  Lines
+   that cannot be written are kept in memory, and written later. */
 
-/* Skips one JSON value (RFC 8259) on a single line; returns the text after it, or NULL. */
+/* These functions skip parts of a JSON value (RFC 8259) on a single line.  They return the text after the part, or NULL
+   if it is not valid. */
 static const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
 static const char *ampi_json_digits(const char *p) {
     if (*p < '0' || *p > '9') return NULL;
@@ -30874,7 +30876,7 @@ static int ampi_json_is_object(const char *p) {
 
 /* ---- The file */
 
-/* Writes the kept lines, continuing where the last write ended, even within a line. */
+/* Writes the kept lines.  It continues where the last write ended, which may be within a line. */
 static AMPI_COLD amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
@@ -30894,7 +30896,7 @@ static AMPI_COLD amp_result ampi_lines_write(amp_monitor *m, const char *functio
                      (long long)m->kept, (long long)m->lost);
 }
 
-/* A sheet for one more line after the kept ones. */
+/* Returns a sheet for one more line after the kept ones. */
 static ampi_sheet ampi_line_scratch(const amp_monitor *m) {
     return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
 }
@@ -30929,7 +30931,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
     n = ampi_file_size(s, m->file);
-    if (n == -ESPIPE) n = 0;                    /* a device */
+    if (n == -ESPIPE) n = 0;                    /* a device has no size */
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
     if (n < 0 || (m->offset > 0 && n == 0))
@@ -30944,7 +30946,7 @@ static amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
     error = m->open ? ampi_file_sync(s, m->file) : 0;
-    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* not a file that can be synced */
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* such a file cannot be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
 
@@ -30954,7 +30956,8 @@ static ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
     return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
-/* Doubles the capacity, with an event in each place.  The ring starts again at 0; unused places move too. */
+/* Doubles the capacity of the ring, and creates an event for each new place.  The ring then starts at 0.  Unused places
+   are copied too, because they have events. */
 static amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -30972,7 +30975,8 @@ static amp_result ampi_marks_grow(amp_monitor *m) {
     return AMP_OK;
 }
 
-/* Takes the measurements that are done; wait 1: waits for all of steps before `until`. */
+/* Adds the measurements that are complete to the notes of their steps.  wait 1: waits for all measurements of steps
+   before `until`. */
 static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -30991,7 +30995,7 @@ static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     return AMP_OK;
 }
 
-/* From now on, time counts towards this phase of the current step. */
+/* Begins a phase of the current step.  The time until the next mark counts towards it. */
 static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -31008,7 +31012,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     return AMP_OK;
 }
 
-/* Restarts the time with an epoch's first phase. */
+/* Drops the marks so far, and begins the first phase of an epoch. */
 static amp_result ampi_time_begin(amp_monitor *m) {
     m->n_marks = 0;
     m->begun = 0;
@@ -31122,7 +31126,7 @@ static void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->loss += r->loss;
 }
 
-/* Makes a step's record from its result. */
+/* Makes a step's record from its note and its result. */
 static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
@@ -31150,21 +31154,21 @@ static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_ste
     ampi_step_line(m, r, note->read);
 }
 
-/* The oldest note of this number, or NULL. */
+/* Returns the oldest note with this number, or NULL.  *step is the place of that step among the monitor's. */
 static const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
     for (*step = m->taken; *step < m->steps; (*step)++)
         if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
     return NULL;
 }
 
-/* 1: result `number`, the next one due, and its step's times are available. */
+/* Returns 1 if result `number`, which is the next one due, and the times of its step are available. */
 static int ampi_record_here(amp_monitor *m, int64_t number) {
     int64_t step;
     if (!ampi_result_here(m->desc.optimizer, number)) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
-/* Makes records of the due results; wait 0: only of available ones. */
+/* Makes records of the results that are due.  wait 0: only of those that are available. */
 static amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
@@ -31173,8 +31177,8 @@ static amp_result ampi_records_take(amp_monitor *m, int wait) {
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_result_due(o)) != 0 && (wait || ampi_record_here(m, number))) {
         note = ampi_note_find(m, number, &step);
-        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result is here too */
-        if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result is available too */
+        if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* this returns the error */
         if (note == NULL) continue;
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
@@ -31201,7 +31205,8 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
-/* What rounding did to each tensor in fp8. */
+/* Writes a line for each tensor that was rounded to fp8.  It has the shares that saturated, underflowed and were not
+   finite. */
 static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
     amp_k_fp8_slot slots[3];
     const char *name = "";
@@ -31227,7 +31232,8 @@ static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
     return AMP_OK;
 }
 
-/* Fills the note of the ending step.  Notes from before the optimizer was restored no longer have a result. */
+/* Fills the note of the step that ends.  If the optimizer was restored, notes of undone steps have the same number or
+   higher ones.  These steps have no result any more. */
 static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
@@ -31274,7 +31280,7 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
     if (m == NULL || out == NULL || ampi_is_stopped(&m->object)) return 0;
-    /* a failure here recurs in the next step, or its line is kept */
+    /* a failure here is not lost, because it recurs in the next step, or its line is kept */
     if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
@@ -31522,15 +31528,15 @@ struct amp_tensor_stats {
     ampi_object object;
     amp_context *amp;
     amp_tensor_stats_desc desc;         /* effective */
-    int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
+    int64_t n, gradients, weights;  /* n rows: first those of gradients, then of weights, then of ranges */
     amp_k_tensor *table, *on_device;
     amp_k_inspected *found, *found_on_device;
     amp_k_grad_stats *sums, *sums_on_device;
     amp_param **params;             /* of the gradients */
     amp_tensor_stats_row *rows;
-    const char **names; char *text; int64_t text_bytes;     /* of ranges, copied */
+    const char **names; char *text; int64_t text_bytes;     /* copies of the names of ranges */
     int64_t calls;
-    amp_tensor_stats_report report;     /* of the last time */
+    amp_tensor_stats_report report;     /* of the last call; its rows are those of the last call that measured */
 };
 
 static void ampi_tensor_stats_stop(ampi_object *object) {
@@ -31670,7 +31676,7 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     AMPI_TRY((backend->inspect)(dev, &args, stream));
     AMPI_TRY(amp_fill(m->amp, m->sums_on_device, 0, m->n * (int64_t)sizeof *m->sums));
     memset(&sum, 0, sizeof sum);
-    for (i = 0; i < m->n; i++) {                /* a check of one tensor each: its sum of squares */
+    for (i = 0; i < m->n; i++) {                /* checks each tensor by itself, to get its sum of squares */
         sum.table = m->on_device + i;
         sum.tensors = 1;
         sum.found = m->sums_on_device + i;
@@ -31697,10 +31703,10 @@ static void ampi_tensor_stats_shares(const amp_tensor_stats *m, int64_t i, float
     row->zero = row->count > 0 ? (double)(row->count - k->nonzero) / (double)row->count : 0;
 }
 
-/* ---- The recommendation: see amp_recommendation */
+/* ---- The recommendation, which amp_recommendation describes */
 
 typedef struct ampi_fitting {
-    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradients; look: another bad tensor */
+    const amp_tensor_stats_row *over, *under, *bad, *look;      /* gradients; look: a bad tensor that is none */
     const amp_tensor_stats_row *wide;   /* the other tensor that overflows most; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
     /* gradients, and those that do not fit; the same for other tensors */
@@ -31708,12 +31714,12 @@ typedef struct ampi_fitting {
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
 
-/* The largest power of two at or below a positive normal number. */
+/* Returns the largest power of two at or below a positive normal number. */
 static double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
-/* Why AMP_UNDERFLOW_SHARE is 1%: the smallest values underflow first, so 1% of them is less than 1% of the sum of
-   magnitudes, an error of the order of bf16's roundoff (0.4%); networks trained with 5% of their gradient values lost,
-   but not with 31% (Micikevicius et al. 2018). */
+/* Judges a gradient.  AMP_UNDERFLOW_SHARE is 1% because the smallest values underflow first.  1% of the values then is
+   less than 1% of the sum of magnitudes, and this error is of the order of bf16's roundoff (0.4%).  Networks trained
+   with 5% of their gradient values lost, but not with 31% (Micikevicius et al. 2018). */
 static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
@@ -31726,7 +31732,8 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
-/* Infinities stored in fp32 or bf16 are not due to a narrower format. */
+/* Judges a tensor that is no gradient.  If it is stored in fp32 or bf16, its infinities are not due to a narrower
+   format. */
 static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
@@ -31750,7 +31757,7 @@ static amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *f) {
     return AMP_OK;
 }
 
-/* The power of two that leaves two bits above the largest gradient. */
+/* Returns the scale, a power of two, that leaves two bits above the largest gradient. */
 static float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f) {
     double wanted = (double)f->scale * ampi_largest_of(m->desc.dtype) / 4 / f->largest;
     if (!(f->largest > 0)) return f->scale;
@@ -31769,7 +31776,8 @@ static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_
     r->worst = worst ? worst->name : NULL;
 }
 
-/* `worst` fits at no scale, like `few` of `all` tensors. */
+/* `worst` and in all `few` of `all` tensors fit at no scale.  Recommends fp32 for their layers if these are few, and
+   bf16 otherwise. */
 static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
