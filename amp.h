@@ -31915,28 +31915,29 @@ AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats
 /* ==== 15 >>care: implementation ==== */
 
 #if !defined(AMP_NO_CARE)
-/* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
-   Restoring allocates nothing, so it works after a step ran out of memory. */
+/* ---- Snapshots.  A snapshot is a copy of everything that training changes, in CPU memory.  It can be restored bit for
+   bit, any number of times.  Restoring allocates nothing, so it works after a step ran out of memory. */
 
 typedef struct ampi_snapshot_desc {
     amp_param *params; int64_t n_params;
-    amp_optimizer *optimizer;       /* optimizer, scaler and loader; each may be NULL */
+    amp_optimizer *optimizer;       /* optimizer, scaler and loader may be NULL; rewinding needs an optimizer */
     amp_scaler *scaler;
     amp_loader *loader;
-    /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
+    /* 1: the snapshot is for ampi_snapshot_restore, and has the settings and all gradients; 0: it is for
+       ampi_snapshot_rewind */
     int settings;
 } ampi_snapshot_desc;
 
-/* device memory and its copy on the host */
+/* Memory that training changes, and its copy in CPU memory. */
 typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
 typedef struct ampi_snapshot ampi_snapshot;
 struct ampi_snapshot {
-    ampi_growth growth;             /* first */
-    ampi_snapshot *more;            /* of rows that have come since, which changed nothing before */
+    ampi_growth growth;             /* must be the first member, because ampi_snapshot_grown casts it to the snapshot */
+    ampi_snapshot *more;            /* a list of snapshots of the rows that the optimizer has got since */
     amp_context *amp;
     ampi_snapshot_desc desc;
-    /* the desc's and the optimizer's other ones */
+    /* the parameters of the desc, and those of the optimizer that are not among them */
     amp_param **params, *param_copies; int64_t n_params, capacity;
     ampi_kept *kept; int64_t n_kept, kept_capacity;
     ampi_fp8_kept *fp8;
@@ -31944,7 +31945,7 @@ struct ampi_snapshot {
     amp_scaler scaler; amp_k_scaler scale;
     ampi_precision precision;
     uint64_t seed;
-    int64_t position;               /* of the loader: batches taken */
+    int64_t position;               /* of the loader: the number of batches taken */
 };
 
 static AMPI_COLD void ampi_snapshot_destroy(ampi_snapshot *k) {
@@ -31998,7 +31999,7 @@ static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     ampi_snapshot_memory(k, o->set->found, (int64_t)sizeof *o->set->found);
 }
 
-/* to_host 1: from the device; 0: back. */
+/* Copies all memory of the snapshot.  to_host 1: to its copies; 0: back from them. */
 static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) {
@@ -32009,14 +32010,15 @@ static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     return ampi_wait(k->amp);
 }
 
-/* The copy of device memory, or NULL. */
+/* Returns the copy of this memory, or NULL if the snapshot has none. */
 static const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].data == data) return k->kept[i].copy;
     return NULL;
 }
 
-/* With settings, only between two steps: a check without its update would be lost. */
+/* Checks that a snapshot may be taken now.  With settings it may be taken only between two steps, because a check of
+   gradients whose update is still due would be lost. */
 static amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
     const amp_optimizer *o = d->optimizer;
     const amp_scaler *s = d->scaler;
@@ -32036,7 +32038,7 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
-/* Room for n parameters, and rows of an optimizer. */
+/* Allocates room for n parameters, and for rows of an optimizer. */
 static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int64_t n, int64_t rows) {
     const amp_system *s = ampi_context_system(k->amp);
     k->capacity = n + rows;
@@ -32045,18 +32047,20 @@ static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
     return ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept);
 }
-/* Copies what was noted to the host. */
+/* Allocates the copies of all memory of the snapshot, and fills them. */
 static amp_result ampi_snapshot_take(ampi_snapshot *k, const char *function) {
     const amp_system *s = ampi_context_system(k->amp);
     int64_t i;
-    for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
+    for (i = 0; i < k->n_kept; i++) {           /* not by ampi_alloc, which would also set the memory to 0 */
         k->kept[i].copy = ampi_memory_take(s, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
     return ampi_snapshot_copy(k, 1);
 }
-/* New rows: they and their weights are still as they were when the snapshot was taken. */
+/* Called when the optimizer gets new rows, and takes a snapshot of them.  The new rows and their weights are still as
+   they were when the first snapshot was taken.  rows NULL: drops the last of these snapshots, because there will be no
+   new rows after all. */
 static amp_result ampi_snapshot_grown(ampi_growth *growth, const char *function, const amp_grad_set *rows,
                                       const int64_t *which) {
     ampi_snapshot *k = (ampi_snapshot *)(void *)growth, *more;
@@ -32104,7 +32108,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     return amp_scaler_get(k->desc.scaler, &k->scale);
 }
 
-/* On failure nothing was taken. */
+/* Takes a snapshot.  On failure *out is not set. */
 static AMPI_COLD amp_result ampi_snapshot_create(amp_context *amp, const char *function,
                                                  const ampi_snapshot_desc *desc, ampi_snapshot **out) {
     ampi_snapshot *k;
@@ -32121,7 +32125,7 @@ static AMPI_COLD amp_result ampi_snapshot_create(amp_context *amp, const char *f
     return AMP_OK;
 }
 
-/* Restores everything. */
+/* Restores everything, including the settings. */
 static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_scaler *s = k->desc.scaler;
@@ -32152,7 +32156,7 @@ static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     return r;
 }
 
-/* Leaves alone a scaler turned on or off since. */
+/* Restores a scaler, unless it was turned on or off since the snapshot was taken. */
 static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
     amp_scaler_desc d = k->scaler.desc;
     if (d.disable) return AMP_OK;
@@ -32165,7 +32169,7 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
     return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
 }
 
-/* Restores training, keeping the current settings. */
+/* Restores training, and keeps the current settings. */
 static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
@@ -32193,7 +32197,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
 
 /* ---- Verify */
 
-#define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
+#define AMPI_VERIFY_DRAWS 2         /* runs with random changes, for each size of change */
 #define AMPI_VERIFY_STAGE 65536     /* elements compared at a time */
 
 typedef struct ampi_verify_tensor {
@@ -32202,9 +32206,9 @@ typedef struct ampi_verify_tensor {
     amp_dtype dtype;
     int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
     int64_t count, at;              /* at: its offset in the reference */
-    double norm;                    /* what errors are relative to */
-    double difference;              /* sum of squares: the last run less the reference */
-    /* the same summed over draws, with changes by the candidate's and by fp32's roundoff */
+    double norm;                    /* errors are relative to it */
+    double difference;              /* the sum of squares of the last run minus the reference */
+    /* such sums of squares over all draws, with weights changed by the candidate's roundoff and by fp32's */
     double noise, noise32;
 } ampi_verify_tensor;
 
@@ -32214,16 +32218,17 @@ typedef struct ampi_verifier {
     ampi_snapshot *before;
     ampi_verify_tensor *tensors; int64_t n, n_capacity;
     char *reference; int64_t bytes;
-    char *stage;                    /* 8 bytes for each element */
-    float scale, own_scale;         /* the loss scale of all runs (0: the scaler's own); the scaler's own */
+    char *stage;                    /* room for AMPI_VERIFY_STAGE elements of up to 8 bytes */
+    float scale, own_scale;         /* the loss scale of all runs, or 0 for that of the scaler; that of the scaler */
     double allowance, seconds;
-    int code;                       /* what the step returned last */
-    char why[160];                  /* and its error text, or "" */
+    int code;                       /* the step's last return code */
+    char why[160];                  /* the error text of that step, or "" */
 } ampi_verifier;
 
 /* ---- Changing weights by random amounts up to one roundoff */
 
-/* x (1 + u xi), xi uniform from -1 to 1, changed by up to `tiny` if that is more; zeros stay. */
+/* Changes each x to x (1 + u xi), with xi uniform from -1 to 1.  If u |x| is below `tiny`, x changes by up to `tiny`
+   instead.  Zeros do not change. */
 static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -32233,7 +32238,8 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
     }
 }
 
-/* 16-bit weights cannot change by less than their spacing: they change by that, rarely enough for the same variance. */
+/* Changes 16-bit weights.  They cannot change by less than their spacing.  So they change by the spacing, but rarely
+   enough that the variance is the same. */
 static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -32248,7 +32254,8 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* Sets all weights to changed copies of the saved ones; fp16's subnormals change by up to half their spacing. */
+/* Sets all weights to changed copies of the saved ones.  For fp16, weights in fp32 change by at least up to half the
+   spacing of fp16's subnormals. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
@@ -32277,7 +32284,8 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
 
 /* ---- Runs */
 
-/* Restores everything, with zero gradients and the context in `dtype`; reference 1: without layer overrides. */
+/* Restores everything, sets the gradients to 0, and sets the context's dtype.  reference 1: without overrides of
+   layers, without tf32 and without a fallback. */
 static AMPI_COLD amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
@@ -32302,8 +32310,8 @@ static AMPI_COLD amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtyp
     return AMP_OK;
 }
 
-/* Calls a user function, outside any region or, if asked, inside one of the context's dtype.  Clears the last-error
-   text first, closes regions it left open, and waits for the device. */
+/* Calls a function of the program.  region 0: outside any region; 1: inside one of the context's dtype.  Clears the
+   text of the last error first.  Afterwards it waits for the device, and closes regions that the function left open. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0, out;
     ampi_error_text[0] = 0;
@@ -32319,16 +32327,17 @@ static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, 
     return code;
 }
 
-/* ---- A forward on a tape as a step: begin, record, backward.  The loss is copied to where it can be compared. */
+/* ---- A step that records a forward on a tape: begin, record, backward.  The loss is copied out of the tape's memory,
+   so that it can be compared. */
 
 typedef struct ampi_taped {
     amp_record_function record;
     void *user;
     amp_tape *tape;
     amp_scaler *scaler;
-    float *numbers;                 /* device: the loss, and what gradcheck starts gradients from */
+    float *numbers;                 /* on the device: the loss, and the number that gradcheck starts gradients from */
     amp_range loss, seed;
-    amp_range *inputs; int64_t n;   /* of gradcheck: weights, then gradients */
+    amp_range *inputs; int64_t n;   /* for gradcheck: n ranges of weights, then n of gradients */
 } ampi_taped;
 
 static amp_value ampi_taped_record(ampi_taped *w) {
@@ -32374,7 +32383,8 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
     return range;
 }
 
-/* w: zeros; to be closed on failure too.  others: whether the desc has a step as well. */
+/* Opens *w, which must be all zeros.  The caller must close it even after a failure.  others 1: the desc has a step as
+   well, which is an error. */
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
@@ -32393,7 +32403,7 @@ static void ampi_taped_close(amp_context *amp, ampi_taped *w) {
     if (w->inputs != NULL) ampi_free(ampi_context_system(amp), w->inputs, 2 * w->n, sizeof *w->inputs);
 }
 
-/* The parameters of what is recorded; nothing runs. */
+/* Finds the parameters of the recorded operators.  The operators are only planned and do not run. */
 static AMPI_COLD amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **params, int64_t *n) {
     amp_context *amp = w->tape->object.amp;
     int depth = ampi_regions_hide(amp);
@@ -32405,7 +32415,7 @@ static AMPI_COLD amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_
     return ampi_as(f, result);
 }
 
-/* Makes a desc without .record of one with it. */
+/* Changes a desc with .record to one with .step. */
 static amp_result ampi_taped_verify(amp_context *amp, const char *f, ampi_taped *w, amp_verify_desc *d) {
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->step != NULL));
     w->scaler = d->scaler;
@@ -32455,7 +32465,7 @@ static void ampi_verify_step(ampi_verifier *v) {
 
 static double ampi_square(double x) { return x * x; }
 
-/* Adds n elements to a tensor's difference; non-finite ones are marked and left out. */
+/* Adds n elements to a tensor's difference.  Elements that are not finite are left out, and mark the tensor as bad. */
 static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
     float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
@@ -32482,10 +32492,10 @@ static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void
     ampi_fp_end(host);
 }
 
-/* Compares the last run with the reference.  Returns the first tensor that is not finite on some rank, or NULL. */
+/* Compares the last run with the reference.  *bad is the first tensor that is not finite on some rank, or NULL. */
 static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
     int64_t i, first, n;
-    double left = 0;                /* tensors from that one on */
+    double left = 0;                /* the number of tensors from the first bad one on */
     for (i = 0; i < v->n; i++) {
         ampi_verify_tensor *t = &v->tensors[i];
         int64_t size = (int64_t)amp_dtype_size(t->dtype);
@@ -32503,7 +32513,8 @@ static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **
     return AMP_OK;
 }
 
-/* A gradient's norm is its layer's or, if that is 0, that of all gradients. */
+/* Returns 1 if two names are of tensors of the same layer.  The norm of a gradient is that of its layer or, if this is
+   0, that of all gradients. */
 static int ampi_same_layer(const char *a, const char *b) {
     const char *end = strrchr(a, '.');
     size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
@@ -32525,7 +32536,8 @@ static void ampi_verify_norms(ampi_verifier *v) {
     }
 }
 
-/* The reference starts as zeros, so the first comparison gives norms. */
+/* Runs the step in fp32 and keeps the result as the reference.  The reference is still 0 when it is compared with the
+   result, so the differences are the norms. */
 static amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -32547,11 +32559,12 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     return AMP_OK;
 }
 
-/* The effect in fp32 of random weight changes by up to u.  The noise is taken to be at least
-       u times the norm, as every stored value is rounded at least once; and
-       the effect of changes by fp32's roundoff, times u over 4 of that roundoff: if a gradient is 0 but for rounding,
-       as attention's key bias's is, changed weights change nothing, and only fp32's rounding shows its size.  (fp32
-       rounds in every operation, a candidate only what it stores and multiplies: hence the quarter.) */
+/* Measures the effect in fp32 of random weight changes by up to u.  ampi_verify_errors takes the noise to be at least
+       u times the norm, because every stored value is rounded at least once; and
+       u / (4 u32) times the effect of changes by u32, which is fp32's roundoff.
+   The latter is for gradients that are 0 except for rounding, such as that of attention's key bias.  Changed weights do
+   not change them, so only fp32's rounding shows their size.  The 4 is there because fp32 rounds in every operation,
+   while a candidate rounds only the values that it stores and multiplies. */
 static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -32575,8 +32588,8 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
     return AMP_OK;
 }
 
-/* Finds the loss scale that the scaler would come down to: the largest at which fp16's gradients are finite (without
-   fp16: fp32's, which may be stored in fp16). */
+/* Finds the scale to which the scaler would shrink.  It is the largest one at which the gradients are finite when they
+   are computed in fp16.  If fp16 is not among the dtypes, they are computed in fp32, but may be stored in fp16. */
 static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
@@ -32638,7 +32651,7 @@ static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
     else snprintf(to, sizeof row->advice, "good");
 }
 
-/* Errors and bounds of the worst output and the worst gradient. */
+/* Finds the errors and bounds of the worst output and of the worst gradient. */
 static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     double u = ampi_roundoff(row->dtype), u_f32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
     int64_t i;
@@ -32657,7 +32670,7 @@ static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     }
 }
 
-/* Larger for a worse row. */
+/* Returns a number that is larger for a worse row. */
 static double ampi_verify_key(const amp_verify_row *row) {
     double over = AMPI_MAX(ampi_over_bound(row->output_error, row->output_bound),
                            ampi_over_bound(row->gradient_error, row->gradient_bound));
@@ -32719,7 +32732,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     return ampi_check_params(f, d->params, d->n_params, &ignored);
 }
 
-/* Without a list: the device's dtypes. */
+/* If the desc has no dtypes, sets them to those of the device, except fp32 and an fp8 that is only emulated. */
 static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[AMPI_COMPUTE_DTYPES]) {
     amp_machine machine;
     amp_choice choice;
@@ -32744,7 +32757,7 @@ static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, vo
     v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
 }
 
-/* Saves all that the user's step may change, for amp_verify and amp_tune. */
+/* Saves everything that the program's step may change, for amp_verify and amp_tune. */
 static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d,
                                    ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
@@ -32784,7 +32797,7 @@ static amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
     return AMP_OK;
 }
 
-/* Ranks on unlike machines would try unlike dtypes. */
+/* Checks that all ranks try the same dtypes.  The defaults may differ if the ranks run on different machines. */
 static amp_result ampi_ranks_same_dtypes(amp_context *amp, const char *f, const amp_dtype *dtypes, int64_t n) {
     double x[1 + AMP_VERIFY_ROWS] = {0};
     ampi_apart apart;
@@ -32904,7 +32917,7 @@ AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_ra
     return AMP_OK;
 }
 
-/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; every dtype holds the w exactly. */
+/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64.  Every dtype can hold the w exactly. */
 
 #define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
@@ -32914,17 +32927,17 @@ typedef struct ampi_gradchecker {
     amp_context *amp;
     const amp_gradcheck_desc *desc;
     ampi_precision before, within;
-    int64_t *begin;                 /* of each input in the arrays below; begin[n_inputs]: their size */
+    int64_t *begin;                 /* where each input begins in the arrays below; begin[n_inputs]: their size */
     float *x, *grad, *work;         /* inputs, their gradients, and room for one input or gradient */
     double *changes;                /* [input, direction]: sums of squares, see ampi_gradcheck_noise */
-    float *stage;                   /* for AMPI_VERIFY_STAGE outputs */
+    float *stage;                   /* room for AMPI_VERIFY_STAGE elements of an output */
     int32_t directions, ready;      /* ready 1: x holds the inputs */
-    double u;                       /* roundoff of the dtype computed or stored in */
+    double u;                       /* the largest roundoff of the dtypes in which values are computed or stored */
     double loss, squares, noise;    /* L, the sum of (w y)^2, and the standard deviation of L's rounding */
     double start;                   /* L at the inputs */
 } ampi_gradchecker;
 
-/* 1/4 to 1 in quarters, of either sign. */
+/* Returns the weight w of an element of an output: 1/4, 1/2, 3/4 or 1, with either sign. */
 static double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, int64_t i) {
     uint32_t word = amp_random_u32(ampi_row_seed(c->desc->seed, -1, output), (uint64_t)i);
     return (double)(int32_t)((word >> 8) % 4 + 1) * (word & 1 ? 0.25 : -0.25);
@@ -32934,8 +32947,7 @@ static uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, in
     return ampi_row_seed(c->desc->seed, input, direction);
 }
 
-/* A direction moves every `stride`th element, from `first` on, to either side; and how far, in units of the root mean
-   square. */
+/* A direction.  Every `stride`th element, from `first` on, moves by `step` to one side or the other. */
 typedef struct ampi_course { uint64_t seed; int64_t stride, first; double step; } ampi_course;
 static double ampi_direction(const ampi_course *d, int64_t i) {
     if (i % d->stride != d->first) return 0;
@@ -32991,7 +33003,8 @@ static AMPI_COLD amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64
     return AMP_OK;
 }
 
-/* The loss at the current inputs, always with the same random numbers, never with stale casts. */
+/* Computes the loss at the current inputs.  ampi_precision_set restarts the random numbers, so that they are always the
+   same, and drops the casts of earlier inputs. */
 static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
@@ -33002,14 +33015,14 @@ static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     return AMP_OK;
 }
 
-/* Gradients begin at zero, whether backward overwrites or adds. */
+/* Runs the backward.  The gradients are set to 0 first, because backward may overwrite them or add to them. */
 static amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
-    ampi_precision_set(c->amp, &c->within);         /* a tape's runs its forward again, with the same random numbers */
+    ampi_precision_set(c->amp, &c->within);         /* for the same random numbers, if the backward runs a forward */
     return ampi_gradcheck_call(c, c->desc->backward, "backward", 0);
 }
 
@@ -33024,7 +33037,7 @@ static amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, fl
     return AMP_OK;
 }
 
-/* w as the outputs' gradients. */
+/* Sets the gradients of the outputs to w. */
 static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
     int64_t o, first, n, i;
     for (o = 0; o < c->desc->n_outputs; o++) {
@@ -33042,8 +33055,8 @@ static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
 
 /* ---- Rounding errors */
 
-/* Step of an input's elements: their root mean square times the cube root of u, which balances rounding (u / h) and
-   truncation (h^2). */
+/* Returns the step of an input's elements.  It is their root mean square times about the cube root of u, which balances
+   the errors of rounding (u / h) and of truncation (h^2). */
 static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
@@ -33052,8 +33065,9 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     return sum > 0 ? h * ampi_root(sum / (double)n) : h;
 }
 
-/* Level 0 moves all elements.  Each further one moves a 7th of those before, down to one, and then a quarter as far:
-   the fewer move, and the less, the fewer kinks lie on the way. */
+/* Level 0 moves all elements.  Each further level moves a 7th of the elements of the level before, until only one is
+   left.  Then each further level moves this one a quarter as far.  The fewer elements move, and the less far, the fewer
+   kinks lie on the way. */
 enum { AMPI_GRADCHECK_LEVELS = 12 };
 static AMPI_COLD ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, int64_t input, int32_t j, int level) {
     int64_t n = ampi_gradcheck_count(c, input);
@@ -33069,10 +33083,11 @@ static AMPI_COLD ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, in
     return d;
 }
 
-/* x + step d in fp32. */
+/* Returns x + step d in fp32. */
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
-/* (gradient - minus) . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
+/* Returns (gradient - minus) . d, where d is the step that was taken after rounding, divided by `step`.  minus NULL: 0.
+   *squares is the sum of the squares of the terms. */
 static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, const ampi_course *course,
                                  const float *gradient, const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
@@ -33089,8 +33104,8 @@ static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, const
     return sum;
 }
 
-/* The standard deviation of L and of each gradient . d when every input changes at random by up to u of itself, which
-   changes every rounding.  L also has one rounding of each output. */
+/* Measures the standard deviation of L and of each gradient . d, when every input changes at random by up to u times
+   itself.  These changes change every rounding.  L also has one rounding of each output. */
 static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
     const amp_gradcheck_desc *d = c->desc;
     double at, squares = c->squares, loss = c->loss, sum = 0, not_used, change;
@@ -33125,17 +33140,20 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
 
 /* ---- Differences */
 
-/* One direction.  Where L is smooth, a smaller step changes the difference of both sides hardly, and halves by how much
-   the two sides differ.  Kinks on the way break these rules, each by about as much as it falsifies the difference. */
+/* The result for one direction.  Two rules hold where L is smooth.  A smaller step hardly changes the difference of the
+   two sides.  Half the step halves the amount by which the slopes of the two sides differ.  A kink on the way breaks
+   these rules by about as much as it falsifies the difference. */
 typedef struct ampi_probe {
     double wide;                    /* (L(x + step d) - L(x - step d)) / 2 step */
     double found, error, bound;
-    /* by how much the rules are broken with half the step, and by how much still smaller ones change `wide` (asked only
-       where the direction fails); less twice the standard deviation that rounding of L gives each, 0 or less: not */
+    /* bent: by how much half the step breaks the rules.  moves: by how much still smaller steps change `wide`; computed
+       only if the direction fails.  Twice the standard deviation that they get from the rounding of L is subtracted,
+       from moves only at level 0.  0 or less: not at all. */
     double bent, moves;
 } ampi_probe;
 
-/* *both: (L(x + step d) - L(x - step d)) / 2 step; *sides: by how much the two sides' differences differ. */
+/* Sets *both to (L(x + step d) - L(x - step d)) / 2 step, and *sides to the slope of one side minus that of the
+   other. */
 static AMPI_COLD amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, const ampi_course *course,
                                                       double step, double *both, double *sides) {
     const float *x = c->x + c->begin[input];
@@ -33185,10 +33203,12 @@ static void ampi_gradcheck_note(const ampi_gradchecker *c, int64_t input, const 
     snprintf(worst->worst, sizeof worst->worst, "%s", ampi_input_name(c, input));
 }
 
-/* One level of an input.  *left_out: directions whose error kinks explain, because it is at most four times what the
-   direction's own kinks, or any direction's, do.  The gradient is wrong if none explain the error of another.  After
-   level 0 there are kinks, and up to twice the bound is left to those that no rule shows.
-   limit: the smallest error over gradient . d that would be found; inputs that L does not depend on do not count. */
+/* Checks one level of an input.  *left_out is the number of directions that fail, but whose errors kinks explain.  An
+   error is explained if it is at most four times `moves` of the direction, or four times `bent` of any direction.  If
+   an error is not explained, the gradient is wrong.  After level 0 it is known that there are kinks.  Then errors up to
+   twice the bound are attributed to kinks that no rule shows.
+   *limit is the smallest error that would be found, divided by gradient . d.  Inputs that L does not depend on do not
+   count. */
 static amp_result ampi_gradcheck_level(ampi_gradchecker *c, int64_t input, int level, amp_gradcheck_report *report,
                                        double *limit, int64_t *left_out) {
     amp_gradcheck_report wrong = *report;
