@@ -33419,7 +33419,7 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
 #if !defined(AMP_NO_CARE)
 /* ---- Advice */
 
-/* The settings in force. */
+/* Sets *s to the settings in force. */
 static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
                               amp_settings *s) {
     const amp_desc *d = ampi_settings(amp);
@@ -33447,17 +33447,17 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
 }
 
-/* The facts a decision rests on. */
+/* The facts on which advice is based. */
 typedef struct ampi_facts {
     const amp_advise_desc *desc;
     const amp_device *device;
-    amp_choice automatic;           /* amp_choose's */
+    amp_choice automatic;           /* the one that amp_choose makes by default */
     amp_memory_info memory;
     amp_k_scaler scaler;            /* updates 0: no history in fp16 */
     int is_short;                   /* 1: the step took more than 90% of the memory */
 } ampi_facts;
 
-/* The row of a candidate that failed, or NULL. */
+/* Returns the row of this dtype if its verdict is not PASS, and NULL otherwise. */
 static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
     int64_t i;
     for (i = 0; report != NULL && i < report->n_rows; i++)
@@ -33482,7 +33482,7 @@ static const char *ampi_verdict_name(amp_verdict verdict) {
     }
 }
 
-/* 1: `why` says why the dtype must not be used; 0: it may be. */
+/* Returns 1 if the dtype must not be used.  Then `why` has the reason, except for fp8 that was not verified. */
 static AMPI_COLD int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
     const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
     if (row != NULL) {
@@ -33499,7 +33499,9 @@ static AMPI_COLD int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, c
     return 1;
 }
 
-/* The automatic choice or the next one: 16-bit formats first, wider range before finer precision. */
+/* Advises fp8 if the device has it and the model passed in it, and otherwise the automatic choice.  If there is a
+   reason against that, it advises the next dtype: first 16-bit formats, and of these the wider range before the finer
+   precision. */
 static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     char why[100] = "", first[100] = "";
     int i;
@@ -33526,7 +33528,8 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
 
 #define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
 
-/* peak(b) = fixed + b each: parameters do not grow with the batch, all else grows in proportion. */
+/* Estimates the largest batch b from peak(b) = fixed + b * each.  The memory of parameters does not depend on the
+   batch, and all other memory is proportional to it. */
 static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     amp_parameter_bytes bytes;
     double fixed, each, usable = 0.9 * (double)f->memory.device_total;
@@ -33558,7 +33561,7 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
              AMPI_GIB(f->memory.device_total), (long long)out->batch);
 }
 
-/* O2 halves weights, gradients and casts. */
+/* Advises O2 in a 16-bit dtype if memory is short, because O2 halves weights, gradients and casts. */
 static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
     int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
     out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
@@ -33583,9 +33586,9 @@ static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
     out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
 }
 
-/* From the scaler's history.  Growth alone costs one skip per growth interval, so more than one skip in a hundred steps
-   has another cause: hysteresis that takes several skips per reduction, too short an interval, or a scale that stays
-   just below overflow. */
+/* Advises on the scaler from its history.  Growth alone costs one skip per growth interval, so more than one skip in a
+   hundred steps has another cause.  It can be hysteresis that takes several skips per reduction, a growth interval that
+   is too short, or a scale that stays just below overflow. */
 static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     amp_scaler_desc *d = &out->settings.scaler;
     const amp_k_scaler *s = &f->scaler;
@@ -33623,29 +33626,31 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     }
 }
 
-/* ---- The learning rate, from a history of losses in quarters
+/* ---- The factor of the learning rate, from a history of losses in quarters
 
        lower    0.5 if a loss is not finite, or beyond fp32;
                 0.8 to 0.5 if the last quarter's mean exceeds the best one's by more than 4 standard errors and 5% (at
-                50%: 0.5).  Exploding losses escape that test, as the last few dominate both mean and error: so also if
-                all losses of the last twentieth are above all others of the last half and 5% above the best mean;
+                50%: 0.5).  Exploding losses escape that test, because the last few dominate both mean and error.
+                Therefore also 0.8 to 0.5 if all losses of the last twentieth are above all others of the last half and
+                5% above the best mean;
                 0.8 to 0.5 if at least 3 losses and 2% of them jump above both neighbours' mean, by more than 6 times
                 the median step and 10% (at 10% of the losses: 0.5)
        higher   1.5 to 1.2 if the loss falls by less than 10% in all, smoothly (neighbours differ by less than a tenth
-                of the fall), and in the last quarter at least 0.8 times as much as in the first: with the right rate
-                the fall slows down
+                of the fall), and in the last quarter at least 0.8 times as much as in the first.  With the right rate
+                the fall would slow down
 
-   Of random histories that fall as they should, or not at all, fewer than 3 in a hundred get a hint at 100 losses, and
-   fewer than 2 at 200, with noise whose neighbours correlate by 0.7. */
+   These numbers were tested on random histories that fall as they should, or not at all, with noise whose neighbours
+   correlate by 0.7.  Fewer than 3 in a hundred get another factor than 1 at 100 losses, and fewer than 2 at 200. */
 
-/* A history in quarters. */
+/* A history of losses, in quarters. */
 typedef struct ampi_history {
     int64_t bad;                    /* losses that are not finite */
     double mean[4], error[4];       /* with their standard errors */
     int best;                       /* the quarter with the lowest mean */
-    double noise;                   /* of one loss */
+    double noise;                   /* the standard deviation of one loss, from neighbouring losses */
     int64_t jumps;                  /* losses far above both neighbours */
-    /* the last twentieth, and its lowest loss if that is above the half before, else the best mean */
+    /* tail: the number of losses in the last twentieth; above: the lowest of these if it is above all others of the
+       last half, and otherwise the best mean */
     int64_t tail;
     double above;
 } ampi_history;
@@ -33657,7 +33662,8 @@ static int ampi_compare_f64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Losses above both neighbours' mean by more than 6 times the median step and a tenth of it; scratch: n numbers. */
+/* Counts the losses that are above both neighbours, and above their mean by more than a tenth of it and more than 6
+   times the median step.  scratch: room for n numbers. */
 static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     int64_t i, jumps = 0;
     double usual;
@@ -33671,7 +33677,8 @@ static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     return jumps;
 }
 
-/* The mean of n numbers, and its standard error from the means of their fifths: neighbouring losses are alike. */
+/* Returns the mean of n numbers.  *error is its standard error.  It is computed from the means of fifths, because
+   neighbouring losses are not independent. */
 static double ampi_mean_of(const double *x, int64_t n, double *error) {
     enum { AMPI_MEAN_PARTS = 5 };
     double part[AMPI_MEAN_PARTS], mean = 0, sum = 0;
@@ -33687,7 +33694,7 @@ static double ampi_mean_of(const double *x, int64_t n, double *error) {
 }
 
 static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *scratch) {
-    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* leaves out the oldest n % 4 */
+    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* the oldest n % 4 losses are in no quarter */
     int q;
     memset(h, 0, sizeof *h);
     for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]) || fabs(x[i]) > AMPI_FLT_MAX;
@@ -33705,7 +33712,7 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     for (i = n / 2; i < n - h->tail; i++) if (x[i] >= h->above) h->above = h->mean[h->best];
 }
 
-/* The factor and its reason; share, from 0 to 1: how far towards the largest change. */
+/* Returns a factor that lowers the learning rate.  share, from 0 to 1: how close it is to the lowest factor. */
 static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1.0); }
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
@@ -33832,7 +33839,7 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
     s.use_scaler = advice->settings.use_scaler;
-    rule = &advice->settings.scaler;            /* 0 in advice without a scaler */
+    rule = &advice->settings.scaler;            /* its fields are 0 if the advice was given without a scaler */
     if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
     if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
     if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
@@ -33851,7 +33858,7 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
 
 enum {
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision per turn */
-    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_NUMBERS = 7,          /* numbers of a row in the file; ROOM is for those of all rows */
     AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
@@ -33870,15 +33877,15 @@ typedef struct ampi_tune {
     amp_tune_report *out;
     ampi_candidate candidates[AMPI_COMPUTE_DTYPES];
     int n;
-    ampi_taped taped, verified;     /* of .record, and of the desc's to verify */
-    int64_t prepared;               /* the last batch `prepare` was called with; 0: none, or it failed */
-    ampi_snapshot *before;          /* a snapshot of what .verify names */
+    ampi_taped taped, verified;     /* for .record of this desc, and for that of .verify */
+    int64_t prepared;               /* the last batch with which `prepare` was called; 0: none, or it failed */
+    ampi_snapshot *before;          /* a snapshot of the objects in .verify */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* the file's contents, or NULL */
-    int foreign;                    /* 1: the file is of another kind and stays */
+    int foreign;                    /* 1: the file is of another kind, and must not be overwritten */
 } ampi_tune;
 
-/* A user function's return code in words. */
+/* Describes the return code of a function of the program. */
 static void ampi_host_said(const char *what, int code, char *text, size_t size) {
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
@@ -33948,7 +33955,8 @@ static void ampi_tune_fill(ampi_tune *t) {
     }
 }
 
-/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key hashes all that the results depend on */
+/* ---- The file.  It has records "tune.<key>.rows" and "tune.<key>.text".  The key is a hash of everything that the
+   results depend on. */
 
 static uint64_t ampi_tune_hash(const ampi_tune *t) {
     const amp_desc *s = ampi_settings(t->amp);
@@ -33974,7 +33982,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
     snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
 }
 
-/* A row from its numbers; 0: they are not a row. */
+/* Makes a row from its numbers.  Returns 0 if they are not possible. */
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++)
@@ -33992,7 +34000,7 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
     return 1;
 }
 
-/* 1: the report came from the file. */
+/* Returns 1 if the file has the results, which then are the report. */
 static int ampi_tune_known(ampi_tune *t) {
     double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
@@ -34000,7 +34008,7 @@ static int ampi_tune_known(ampi_tune *t) {
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
-    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n < 0) return 0;                        /* there are none for this model, machine and desc */
     if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
@@ -34023,7 +34031,7 @@ static int ampi_tune_read(ampi_tune *t) {
     result = ampi_state_load_own(&t->state, ampi_context_system(t->amp), t->desc.file);
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
-    if (result != AMP_ERR_OPEN)                 /* not yet written */
+    if (result != AMP_ERR_OPEN)                 /* such a file was not written yet */
         ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s",
                  t->foreign ? ", and the file left alone" : "", amp_last_error());
     return 0;
@@ -34050,7 +34058,7 @@ static amp_result ampi_tune_put(const ampi_tune *t) {
     return amp_state_save(t->state, t->desc.file);
 }
 
-/* Keeps the file's other results. */
+/* Adds the results to the file, and keeps the other results in it. */
 static amp_result ampi_tune_write(ampi_tune *t) {
     amp_result result = AMP_OK;
     char why[200];
@@ -34071,7 +34079,7 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
     ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
 }
 
-/* Runs n steps, each to its end; times may be NULL. */
+/* Runs n steps, and waits for the end of each.  times may be NULL. */
 static AMPI_COLD int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
@@ -34084,7 +34092,8 @@ static AMPI_COLD int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     return code;
 }
 
-/* One turn of a candidate, beginning with untimed steps, since a new precision has no cached casts. */
+/* Runs one turn of a candidate.  The first steps are not timed, because after a change of precision there are no cached
+   casts. */
 static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
@@ -34102,7 +34111,7 @@ static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     (void)amp_cleanup(t->amp, NULL);
 }
 
-/* The median; sorts. */
+/* Returns the median of the times, and sorts them. */
 static double ampi_median_ns(int64_t *times, int n) {
     int i, j;
     for (i = 1; i < n; i++) {
@@ -34133,7 +34142,7 @@ static amp_result ampi_tune_finish_rows(ampi_tune *t) {
     return AMP_OK;
 }
 
-/* Rows for the candidates not yet dropped. */
+/* Begins a row for each candidate that was not dropped. */
 static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
     int k;
     for (k = 0; k < t->n; k++) {
@@ -34171,7 +34180,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
     return code;
 }
 
-/* Verdicts hold for every batch size. */
+/* Verifies the candidates.  The verdicts are taken to hold for every batch size. */
 static amp_result ampi_tune_verify(ampi_tune *t) {
     const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
@@ -34223,7 +34232,7 @@ static amp_result ampi_tune_run(ampi_tune *t) {
     return AMP_OK;
 }
 
-/* The first row with the highest rate. */
+/* Finds the first row with the highest rate among those that passed. */
 static void ampi_tune_pick(amp_tune_report *out) {
     int64_t i;
     out->best = -1;
@@ -34233,7 +34242,8 @@ static void ampi_tune_pick(amp_tune_report *out) {
             out->best = i;
 }
 
-/* An earlier best batch may not fit beside what runs now. */
+/* Returns 1 if the best batch in the file can still be prepared.  It may not fit beside other data that is in memory
+   now. */
 static int ampi_tune_still_fits(ampi_tune *t) {
     int64_t batch;
     ampi_tune_pick(t->out);
@@ -34266,7 +34276,7 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
-/* *known 1: the file has results on every rank; then rank 0's are taken. */
+/* Reads the file.  *known is 1 if it has results on every rank.  Then all ranks take those of rank 0. */
 static amp_result ampi_tune_agree(ampi_tune *t, int *known) {
     amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     double missing;
@@ -34324,7 +34334,7 @@ AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tun
     return ampi_as("amp_tune", result);
 }
 
-/* The rows of the best batch that passed, beside fp32's, as amp_desc.rates. */
+/* Prints the speedups of the rows that passed at the best batch, without fp32's, in the form of amp_desc.rates. */
 static void ampi_tune_rates(ampi_sheet *sheet, const amp_tune_report *r) {
     const char *before = "  rates = ";
     char rate[64];
@@ -34363,13 +34373,14 @@ AMP_API AMPI_COLD size_t amp_tune_text(const amp_tune_report *report, char *text
     return sheet.in_use;
 }
 
-/* ---- Adapt.  The operators show the products of layers; in the step in which a layer's turn comes, some rows of them
-   are computed again.  amp_adapt_step decides. */
+/* ---- Adapt.  The operators pass the products of layers to an observer.  Forward and backward of each layer have their
+   turn in one step of an interval.  In that step the observer computes some rows of their products again in other
+   dtypes, and keeps the errors as evidence.  amp_adapt_step decides. */
 
 enum { AMPI_RUNGS = 3, AMPI_ADAPT_MOST_UPS = 20, AMPI_FORWARD = 0, AMPI_BACKWARD = 1 };
-enum { AMPI_ADAPT_ROWS = 32 };          /* most rows whose values are counted */
-/* Bits of `seen`.  Of this interval: parts that were measured; something could not be.  For good: the operator has no
-   fp8; the weight is used under two names. */
+enum { AMPI_ADAPT_ROWS = 32 };          /* the most rows whose values are counted */
+/* Bits of `seen`.  PARTS are the parts that were measured in this interval, and BAD means that something in it could
+   not be measured.  The other two stay: the operator has no fp8, and the weight is used under two names. */
 enum { AMPI_SEEN_PARTS = 3, AMPI_SEEN_BAD = 4, AMPI_SEEN_NO_FP8 = 8, AMPI_SEEN_TIED = 16 };
 
 /* What a check found in one dtype: the worst of an interval. */
@@ -34377,13 +34388,14 @@ typedef struct ampi_evidence { double error[2], underflow, overflow, saturation,
 
 typedef struct ampi_adapt_layer {
     amp_param *param;
-    char name[128];                 /* "": not seen yet */
-    /* saved, in this order */
+    char name[128];                 /* "": the layer has not been observed yet */
+    /* saved, in this order.  rung: the place of its dtype in the ladder; passes: checks in a row that fitted; ups:
+       moves to higher rungs; fixed 1: this object does not change the layer's dtype */
     int64_t rung, passes, ups, fixed;
     int64_t seen;                   /* AMPI_SEEN_... */
     int64_t multiply_adds[2];
-    ampi_evidence below, here;      /* in the dtype below, if there is one; in its own, but for the ladder's last */
-    ampi_evidence last;             /* of the interval before, in the lower of these */
+    ampi_evidence below, here;      /* in the dtype below, if there is one; in this one, if it is not the last */
+    ampi_evidence last;             /* of the interval before, in the lower of these two dtypes */
 } ampi_adapt_layer;
 enum { AMPI_ADAPT_COUNTS = 7, AMPI_ADAPT_REALS = 3 * 6, AMPI_ADAPT_SHAPE = 3 };
 
@@ -34395,10 +34407,10 @@ struct amp_adapt {
     ampi_adapt_layer *layers;       /* one per matrix of params */
     int64_t n, steps, moved;        /* moved: down, in this interval */
     int32_t frozen, warned;
-    double fitting;                 /* errors at most so large let a layer move down */
+    double fitting;                 /* the largest error with which a layer may move down */
     amp_adapt_record *records;      /* a ring */
     int64_t first_record, n_records, most_records;
-    double *common;                 /* of several ranks: what they tell each other in a step */
+    double *common;                 /* with several ranks: the numbers that they exchange in a step */
     int64_t n_common;
 };
 
@@ -34427,7 +34439,7 @@ AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
     if (adapt != NULL) ampi_object_end(&adapt->object, "amp_adapt_destroy", AMPI_STACK);
 }
 
-/* A place on the ladder; -1: none. */
+/* Returns the order of a dtype in ladders, or -1 if a ladder cannot have it. */
 static int ampi_adapt_rank(amp_dtype dtype) {
     return dtype == AMP_FP8                            ? 0
            : dtype == AMP_F16 || dtype == AMP_BF16 ? 1
@@ -34437,7 +34449,7 @@ static int ampi_adapt_rank(amp_dtype dtype) {
 
 /* ---- Evidence */
 
-/* The layer with this weight; NULL: none. */
+/* Returns the layer with this weight, or NULL if there is none. */
 static ampi_adapt_layer *ampi_adapt_find(const amp_adapt *m, const amp_param *weight, int64_t *at) {
     int64_t i;
     for (i = 0; i < m->n; i++)
@@ -34445,14 +34457,14 @@ static ampi_adapt_layer *ampi_adapt_find(const amp_adapt *m, const amp_param *we
     return NULL;
 }
 
-/* 1: this part of layer i has its turn in this step. */
+/* Returns 1 if this part of layer i has its turn in this step. */
 static int ampi_adapt_is_due(const amp_adapt *m, int64_t i, int part) {
     int64_t interval = m->desc.interval, parts = 2 * m->n, k = 2 * i + part;
     return m->steps % interval == k * (interval / parts) + k * (interval % parts) / parts;
 }
 
-/* Some rows of a product, in fp32 without bias and activation.  From rows of a: evenly spaced ones; from its columns,
-   which lie together: neighbours. */
+/* Returns the product of some rows of another one, in fp32 without bias and activation.  They are evenly spaced rows of
+   a.  If a is transposed, they are neighbouring columns of a, because these are together in memory. */
 static amp_k_gemm ampi_adapt_sample(const amp_adapt *m, const ampi_shown *seen) {
     amp_k_gemm g = seen->gemm, s;
     int64_t turn = m->steps / m->desc.interval, rows = AMPI_MIN(g.m, (int64_t)m->desc.rows), apart = g.m / rows, at;
@@ -34472,7 +34484,7 @@ static amp_k_gemm ampi_adapt_sample(const amp_adapt *m, const ampi_shown *seen) 
     return s;
 }
 
-/* |low - exact| / |exact|; -1: exact is not finite. */
+/* Returns |low - exact| / |exact|, or AMPI_DBL_MAX if low is not finite, or -1 if exact is not finite. */
 static double ampi_adapt_error(const float *low, const float *exact, int64_t n) {
     double error = 0, norm = 0;
     int64_t i;
@@ -34488,20 +34500,21 @@ static double ampi_adapt_error(const float *low, const float *exact, int64_t n) 
     return error > 0 ? norm > 0 ? sqrt(error / norm) : AMPI_DBL_MAX : 0;
 }
 
-/* The work of one look: device memory for the exact result and another one; how fp8 rounded the first operand. */
+/* The data of one look at a product: memory for the exact result and for another one, and a record of how fp8 rounded
+   the first operand. */
 typedef struct ampi_adapt_look {
     amp_adapt *m;
     ampi_adapt_layer *layer;
     const ampi_shown *seen;
     amp_k_gemm sample;
     int part, bad;                  /* bad 1: something could not be measured */
-    int64_t count;                  /* of a result */
-    float *on_device, *exact, *low; /* exact and low: on the host, together */
-    amp_k_fp8_slot *slot;           /* in a device's memory; the magnitude of the sample's largest value behind it */
-    ampi_evidence found[2];         /* below, here */
+    int64_t count;                  /* elements of a result */
+    float *on_device, *exact, *low; /* exact and low: one block of CPU memory */
+    amp_k_fp8_slot *slot;           /* on the device; behind it is the magnitude of the sample's largest value */
+    ampi_evidence found[2];         /* in the dtype below the layer's, and in the layer's */
 } ampi_adapt_look;
 
-/* How the values of a product's first operand fit a dtype. */
+/* Counts how the values of a product's first operand fit a dtype. */
 static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_dtype dtype, amp_k_inspected *sum) {
     void *dev, *stream, *on_device = NULL, *memory;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
@@ -34541,7 +34554,8 @@ static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_
     return result;
 }
 
-/* The first operand is scaled in fp8 as the whole is from which the sample was taken. */
+/* Sets up the rounding of the sample's first operand to fp8.  With current scaling, its scale is that of the whole
+   operand from which the sample was taken. */
 static amp_result ampi_adapt_fp8_scale(ampi_adapt_look *k, amp_k_fp8 *how) {
     amp_k_inspected whole;
     amp_k_fp8_slot slot;
@@ -34580,7 +34594,7 @@ static amp_result ampi_adapt_product(ampi_adapt_look *k, amp_dtype dtype, float 
 
 static double ampi_adapt_share(int64_t part, int64_t of) { return (double)part / (double)AMPI_MAX(of, (int64_t)1); }
 
-/* How the sampled rows of an input or gradient fit a dtype. */
+/* Finds the shares of the sampled rows' values that do not fit a dtype. */
 static AMPI_COLD amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtype dtype, ampi_evidence *e) {
     amp_k_gemm g = k->sample;
     amp_k_inspected sum;
@@ -34605,13 +34619,13 @@ static AMPI_COLD amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtyp
     return AMP_OK;
 }
 
-/* 1: a scale that can still shrink will answer this overflow of a gradient in fp16. */
+/* Returns 1 if a gradient overflowed in fp16, and a scaler will react to that by a smaller scale. */
 static int ampi_adapt_is_scaled(const ampi_adapt_look *k, amp_dtype dtype, double error) {
     amp_scaler *s = ampi_enabled(k->m->desc.scaler);
     return s != NULL && dtype == AMP_F16 && k->part == AMPI_BACKWARD && error >= AMPI_DBL_MAX && !s->desc.frozen;
 }
 
-/* One dtype's evidence; which: 0 the one below, 1 the layer's own. */
+/* Collects the evidence in one dtype.  which 0: the dtype below the layer's; 1: the layer's dtype. */
 static AMPI_COLD amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dtype dtype) {
     ampi_evidence *e = &k->found[which];
     ampi_fp host;
@@ -34625,7 +34639,7 @@ static AMPI_COLD amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dt
     return ampi_adapt_shares(k, dtype, e);
 }
 
-/* The lowest rung that a layer may have. */
+/* Returns the lowest rung that a layer may have. */
 static int64_t ampi_adapt_floor(const amp_adapt *m, const ampi_adapt_layer *l) {
     return (l->seen & AMPI_SEEN_NO_FP8) && m->ladder[0] == AMP_FP8;
 }
@@ -34663,8 +34677,8 @@ static amp_result ampi_adapt_look_at(ampi_adapt_look *k) {
     return result;
 }
 
-/* Notes the name by which the layer is overridden.  One that overrides match already, or that would match others, has
-   its dtype for good.  Called with the lock held. */
+/* Notes the name by which the layer is to be overridden.  If an override matches the name already, or if the name would
+   match other layers too, this object does not change the layer's dtype.  Called with the lock held. */
 static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, const char *name) {
     if (layer->name[0] != 0 || layer->fixed) return;
     layer->fixed = name == NULL || strlen(name) >= sizeof layer->name || strpbrk(name, "*?") != NULL ||
@@ -34672,7 +34686,7 @@ static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, con
     snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
 }
 
-/* The observer of products.  A failure costs the evidence of this interval, not the step. */
+/* The observer of products.  After a failure the layer has no evidence in this interval, but the step continues. */
 static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     amp_adapt *m = (amp_adapt *)ampi_observing(amp);
     const amp_autocast_desc *region = ampi_region_of(amp);
@@ -34706,11 +34720,12 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     ampi_unlock(amp);
 }
 
-/* ---- Evidence of several ranks: the worst of all, so that all decide alike.  What must be alike is told as x and -x,
-   whose maxima then are so too. */
+/* ---- Evidence of several ranks.  All ranks use the worst evidence of all, so that all decide alike.  The exchange
+   takes maxima.  A number that must be the same on all ranks is exchanged as x and -x.  It is the same if the sum of
+   the two maxima is 0. */
 
-enum { AMPI_ADAPT_ALIKE = 3 };          /* facts */
-/* What of a layer is told: evidence, bits of `seen`, others. */
+enum { AMPI_ADAPT_ALIKE = 3 };          /* numbers that must be the same */
+/* The places of a layer's numbers in the exchange: first evidence, then the bits of `seen`, then others. */
 enum { AMPI_TELL_SEEN = 12, AMPI_TELL_FIXED = 17, AMPI_TELL_WORK = 18, AMPI_TELL_NAME = 20, AMPI_TELL_NAMELESS = 22,
        AMPI_TELL = 23 };
 
@@ -34719,7 +34734,7 @@ static uint64_t ampi_adapt_fold(uint64_t sum, const int64_t *x, int n) {
     for (i = 0; i < n; i++) sum = (sum ^ (uint64_t)x[i]) * 0x100000001b3u;
     return sum;
 }
-/* Of 64 bits those that a double holds. */
+/* Returns as many of 64 bits as a double holds. */
 static double ampi_adapt_digest(uint64_t sum) { return (double)(sum >> 11); }
 
 static void ampi_adapt_tell(const ampi_adapt_layer *l, double x[AMPI_TELL]) {
@@ -34734,7 +34749,8 @@ static void ampi_adapt_tell(const ampi_adapt_layer *l, double x[AMPI_TELL]) {
     x[AMPI_TELL_NAMELESS] = !named;
 }
 
-/* A layer that did not run here has its name from a rank where it did. */
+/* Takes a layer's numbers after the exchange.  A layer that did not run on this rank gets its name from a rank where it
+   ran. */
 static amp_result ampi_adapt_hear(const amp_adapt *m, ampi_adapt_layer *l, const double x[AMPI_TELL]) {
     int k;
     memcpy(&l->below, x, AMPI_TELL_SEEN * sizeof *x);
@@ -34757,7 +34773,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
     if (m->n_common == 0) return AMP_OK;
     layers = x + 2 * AMPI_ADAPT_ALIKE;
     for (i = 0; i < m->n; i++) {
-        sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* with passes and ups */
+        sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* rung, passes and ups */
         ampi_adapt_tell(&m->layers[i], layers + i * AMPI_TELL);
     }
     x[0] = (double)m->steps; x[1] = m->frozen; x[2] = ampi_adapt_digest(sum);
@@ -34775,7 +34791,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
 
 static double ampi_adapt_worst(const ampi_evidence *e) { return AMPI_MAX(e->error[0], e->error[1]); }
 
-/* 1: the layer would compute well enough in the dtype below. */
+/* Returns 1 if the layer would compute well enough in the dtype below. */
 static int ampi_adapt_fits(const amp_adapt *m, const ampi_adapt_layer *l) {
     const ampi_evidence *e = &l->below;
     return !(l->seen & AMPI_SEEN_BAD) && ampi_adapt_worst(e) <= m->fitting && e->overflow <= 0 &&
@@ -34800,7 +34816,7 @@ static void ampi_adapt_describe(const amp_adapt *m, const ampi_adapt_layer *l, c
     out->multiply_adds = (double)l->multiply_adds[0] + (double)l->multiply_adds[1];
 }
 
-/* The layer computes in the dtype of that rung from now on. */
+/* Makes the layer compute in the dtype of that rung from now on. */
 static AMPI_COLD amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, int64_t rung) {
     amp_dtype from = m->ladder[l->rung], to = m->ladder[rung];
     int up = rung > l->rung;
@@ -34821,21 +34837,21 @@ static AMPI_COLD amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, i
     return AMP_OK;
 }
 
-/* 1: an override that is not this object's holds. */
+/* Returns 1 if an override of the layer that is not this object's is in force. */
 static int ampi_adapt_is_overridden(const amp_adapt *m, const ampi_adapt_layer *l) {
     amp_dtype now = ampi_layer_dtype(m->amp, l->name);
     return now != m->ladder[l->rung] && (now != AMP_DTYPE_DEFAULT || l->rung + 1 < m->desc.n_ladder);
 }
 
-/* Begins another interval. */
+/* Begins another interval for a layer. */
 static void ampi_adapt_begin(ampi_adapt_layer *l) {
     l->seen &= AMPI_SEEN_NO_FP8 | AMPI_SEEN_TIED;
     memset(&l->below, 0, sizeof l->below);
     memset(&l->here, 0, sizeof l->here);
 }
 
-/* The end of an interval: counts the checks that fitted, and moves layers down.  A layer that ever had a backward is
-   judged by both parts. */
+/* Ends an interval for a layer.  Counts the checks in a row that fitted, and moves the layer down after enough of them.
+   A layer that ever had a backward is judged by both parts. */
 static amp_result ampi_adapt_check(amp_adapt *m, ampi_adapt_layer *l) {
     int64_t parts = l->multiply_adds[AMPI_BACKWARD] > 0 ? 3 : 1, low = ampi_adapt_floor(m, l);
     int measured = (l->seen & parts) == parts && l->rung > low && m->desc.budget > 0;
@@ -34849,14 +34865,15 @@ static amp_result ampi_adapt_check(amp_adapt *m, ampi_adapt_layer *l) {
     return AMP_OK;
 }
 
-/* Drops the object's own override of a layer.  One that came to hold over it is left. */
+/* Drops this object's override of a layer.  An override by the program that is now in force instead is left. */
 static amp_result ampi_adapt_drop(const amp_adapt *m, const ampi_adapt_layer *l) {
     if (l->fixed || l->name[0] == 0 || ampi_adapt_is_overridden(m, l)) return AMP_OK;
     if (l->ups == 0 && l->rung + 1 == m->desc.n_ladder) return AMP_OK;
     return amp_layer_override(m->amp, l->name, AMP_DTYPE_DEFAULT);
 }
 
-/* A weight that is used under two names has one record, but two dtypes: it stays in the ladder's last. */
+/* Fixes a layer whose weight is used under two names.  It has only one record, but could get two dtypes, so it stays in
+   the last dtype of the ladder. */
 static amp_result ampi_adapt_tied(amp_adapt *m, ampi_adapt_layer *l) {
     AMPI_TRY(ampi_adapt_drop(m, l));
     l->rung = m->desc.n_ladder - 1;
@@ -34947,14 +34964,15 @@ AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen) {
 
 /* ---- Creation */
 
-/* 1: the device computes in it; native 1: not emulated. */
+/* Returns 1 if the device computes in a dtype.  native 1: an emulated dtype does not count. */
 static int ampi_adapt_has(const amp_context *amp, amp_dtype dtype, int native) {
     amp_choice choice;
     return ampi_choose_here(amp, dtype, AMP_DTYPE_DEFAULT, &choice) == AMP_OK && choice.dtype == dtype &&
            !(native && choice.emulated);
 }
 
-/* fp8 where the device has it; bf16, or fp16 where it has only that; the context's dtype. */
+/* Makes the default ladder: fp8 if the device has it, then bf16, or fp16 if it has no bf16, and last the context's
+   dtype. */
 static int64_t ampi_adapt_default_ladder(const amp_context *amp, amp_dtype last, amp_dtype ladder[AMPI_RUNGS]) {
     amp_dtype middle = ampi_adapt_has(amp, AMP_BF16, 0) ? AMP_BF16 : AMP_F16;
     int64_t n = 0;
@@ -35008,7 +35026,7 @@ static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_de
     return AMP_OK;
 }
 
-/* The matrices among the parameters. */
+/* Makes a layer for each matrix among the parameters. */
 static amp_result ampi_adapt_fill(amp_adapt *m) {
     const amp_adapt_desc *d = &m->desc;
     const amp_system *s = ampi_context_system(m->amp);
@@ -35042,7 +35060,7 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     return AMP_OK;
 }
 
-/* One rank's adapt, which does not observe yet. */
+/* Makes this rank's object, which does not observe yet. */
 static AMPI_COLD amp_result ampi_adapt_make(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
     static const char f[] = "amp_adapt_create";
     amp_result result;
@@ -35076,7 +35094,7 @@ static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT
     shape[2] = l->param->weight.shape[1];
 }
 
-/* What all ranks' must have in common. */
+/* Checks that the objects of all ranks have the same parameters and settings. */
 static amp_result ampi_adapt_compare(const amp_adapt *m) {
     enum { AMPI_ADAPT_FIELDS = sizeof ampi_adapt_fields / sizeof *ampi_adapt_fields,
         AMPI_ADAPT_FACTS = AMPI_ADAPT_FIELDS + 1 + AMPI_RUNGS };
@@ -35128,7 +35146,8 @@ AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) 
 
 /* ---- Texts */
 
-/* The dtype that a layer computes in, and whether it is known. */
+/* Sets *out to the dtype that a layer computes in.  Returns 0 if it is not known, because the layer has not been
+   observed yet. */
 static int ampi_adapt_now(const amp_adapt *m, const ampi_adapt_layer *l, amp_dtype *out) {
     amp_dtype theirs = l->name[0] != 0 ? ampi_layer_dtype(m->amp, l->name) : AMP_DTYPE_DEFAULT;
     *out = theirs != AMP_DTYPE_DEFAULT ? theirs : m->ladder[l->rung];
@@ -35163,7 +35182,8 @@ static void ampi_adapt_table(const amp_adapt *m, ampi_sheet *s) {
                amp_dtype_name(m->ladder[m->desc.n_ladder - 1]));
 }
 
-/* Adds a layer that computes in another dtype than the context; 0: a file of settings cannot have it. */
+/* Adds a layer to the list if it computes in another dtype than the context.  Returns 0 if a file of settings cannot
+   have it. */
 static int ampi_adapt_list(const amp_adapt *m, const ampi_adapt_layer *l, ampi_sheet *layers, size_t size) {
     amp_dtype now, of = ampi_settings(m->amp)->autocast_dtype;
     if (!ampi_adapt_now(m, l, &now) || now == of) return 1;
@@ -35223,7 +35243,7 @@ AMP_API AMPI_COLD size_t amp_adapt_json(const amp_adapt_record *record, char *te
 
 /* ---- Saving */
 
-/* Numbers of all layers in a state: what model they are of, counts, evidence, names. */
+/* The numbers of all layers in a state: shape, by which the model is recognized, counts, evidence and names. */
 typedef struct ampi_saved_layers { int64_t *shape, *counts; double *reals; char *names; int64_t n; } ampi_saved_layers;
 typedef struct ampi_saved_adapt { int64_t layers, steps, moved, frozen, rungs, ladder[AMPI_RUNGS]; } ampi_saved_adapt;
 
@@ -35256,7 +35276,7 @@ static amp_result ampi_saved_layers_alloc(const amp_system *system, const char *
     return ampi_alloc(system, f, (void **)&s->names, s->n, sizeof((ampi_adapt_layer *)0)->name);
 }
 
-/* Copies the layers' numbers out (to 0) or in. */
+/* Copies the layers' numbers.  in 0: from the object to s; 1: from s to the object. */
 static AMPI_COLD void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
     int64_t i;
     for (i = 0; i < m->n; i++) {
@@ -35298,7 +35318,7 @@ AMP_API AMPI_COLD amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *s
     return ampi_state_take(state, own, result, f);
 }
 
-/* The saved numbers of layer i are possible. */
+/* Returns 1 if the saved numbers of layer i are possible. */
 static int ampi_adapt_is_possible(const amp_adapt *m, const ampi_saved_layers *s, int64_t i) {
     static const int64_t most[AMPI_ADAPT_COUNTS] = {AMPI_RUNGS, (int64_t)1 << 40, AMPI_ADAPT_MOST_UPS, 1, 31, INT64_MAX,
                                                     INT64_MAX};
@@ -35333,15 +35353,16 @@ static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, con
     return AMP_OK;
 }
 
-/* Overrides of layers as the object has them: those that others have named by now hold, and no longer those that
-   only the saved run's program had.  Their memory was reserved. */
+/* Overrides layers as a loaded object needs it.  Layers that the program overrides now are left to it.  Layers that
+   only the program of the saved run had overridden are this object's from now on.  The memory for overrides was
+   reserved. */
 static amp_result ampi_adapt_override(amp_adapt *m) {
     int64_t i;
     for (i = 0; i < m->n; i++) {
         ampi_adapt_layer *l = &m->layers[i];
         int theirs = ampi_layer_dtype(m->amp, l->name) != AMP_DTYPE_DEFAULT, was = (int)l->fixed;
         if (l->name[0] == 0 || (l->seen & AMPI_SEEN_TIED) || strpbrk(l->name, "*?") != NULL) continue;
-        if (was && strlen(l->name) + 1 == sizeof l->name) continue;     /* perhaps cut off */
+        if (was && strlen(l->name) + 1 == sizeof l->name) continue;     /* the name may have been cut off */
         l->fixed = theirs;
         if (was && !theirs) {
             l->rung = m->desc.n_ladder - 1;
@@ -35396,19 +35417,20 @@ AMP_API AMPI_COLD amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *s
     return result;
 }
 
-/* ---- Recover.  Records arrive some steps late, so a new snapshot is only a candidate until a later step has been
-   applied whose finite loss and gradients were computed from its weights.  Then it replaces the one before; an anomaly
-   drops it.  At most two snapshots are held.
+/* ---- Recover.  Records arrive some steps late.  Therefore a new snapshot is only a candidate at first.  When a later
+   step has been applied, its finite loss and gradients were computed from the candidate's weights.  Then the candidate
+   becomes the good snapshot, and replaces the one before.  An anomaly drops the candidate.  At most two snapshots are
+   held.
 
-   Restoring sets the optimizer's step count back and drops pending results.  Records of undone steps may still arrive,
-   numbered from the last one seen to the last step done.  They are skipped until another number arrives: the new run's,
-   which begins below. */
+   Restoring sets the optimizer's step count back and drops pending results.  Records of undone steps may still arrive.
+   Their numbers are above that of the last record, up to that of the last step done.  They are skipped until a record
+   with another number arrives.  This one is of the new run, whose numbers begin lower. */
 
 /* A point to go back to. */
 typedef struct ampi_recovery_point {
     ampi_snapshot *training;        /* NULL: none */
-    amp_state *host;                /* what .save wrote, or NULL */
-    int64_t attempts, applied;      /* steps done until then */
+    amp_state *host;                /* the state that .save wrote, or NULL */
+    int64_t attempts, applied;      /* steps done and steps applied until then */
 } ampi_recovery_point;
 
 struct amp_recovery {
@@ -35416,13 +35438,13 @@ struct amp_recovery {
     amp_context *amp;
     amp_recovery_desc desc;         /* effective */
     ampi_recovery_point good, candidate;
-    int32_t retries;                /* since .interval good steps */
+    int32_t retries;                /* times that training went back since there were .interval good steps in a row */
     int64_t streak;                 /* applied steps without an anomaly */
     int64_t next;                   /* applied steps at which a snapshot is due */
-    int64_t seen;                   /* the last record's number */
+    int64_t seen;                   /* the number of the last record */
     int64_t undone;                 /* records from seen + 1 to this one are skipped; 0: none */
     int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
-    int64_t halvings;               /* of the micro-batch, in force */
+    int64_t halvings;               /* of the micro-batch, less those that were undone */
     int64_t fitted;                 /* good steps since the batch last changed */
     int32_t doubled;                /* 1: the last change was a doubling */
     int32_t failures;               /* doublings followed by a halving */
@@ -35434,7 +35456,7 @@ static void ampi_recovery_drop(ampi_recovery_point *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* The result for a failed user's save or load. */
+/* Returns the error for a .save or .load of the program that failed. */
 static amp_result ampi_host_failed(const char *what, int code) {
     char why[200];
     ampi_host_said(what, code, why, sizeof why);
@@ -35520,7 +35542,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
     return AMP_OK;
 }
 
-/* The recovery and all that it restores are alive. */
+/* Checks that the recovery, its optimizer and its scaler are alive. */
 static amp_result ampi_recovery_alive(const amp_recovery *r, const char *function) {
     AMPI_TRY(ampi_alive(&r->object, function));
     AMPI_TRY(ampi_alive(&r->desc.optimizer->object, function));
@@ -35564,7 +35586,7 @@ AMP_API AMPI_COLD amp_result amp_recovery_create(amp_context *amp, amp_recovery 
 
 /* ---- Planning */
 
-/* A layer's name is its tensor's up to the last dot. */
+/* Makes the pattern of a tensor's layer, whose name is the tensor's up to the last dot. */
 static void ampi_layer_pattern(const char *name, char pattern[64]) {
     const char *dot = strrchr(name, '.');
     size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
@@ -35581,7 +35603,7 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
     return 0;
 }
 
-/* The next wider format: fp16 -> bf16 if the device has it, any other -> fp32. */
+/* Returns the next wider format.  After fp16 this is bf16 if the device has it, and otherwise it is fp32. */
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
     amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
@@ -35589,17 +35611,17 @@ static amp_dtype ampi_next_dtype(const amp_context *amp) {
                                                                                                             : AMP_F32;
 }
 
-/* 1: there is a wider format to switch to; levels O2 and O3 keep theirs. */
+/* Returns 1 if there is a wider format to switch to.  Levels O2 and O3 cannot switch. */
 static int ampi_can_widen(const amp_context *amp) {
     const amp_desc *d = ampi_settings(amp);
     return !d->disable && d->autocast_dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
 }
 
-/* A non-finite gradient points to its layer.  A non-finite loss makes every gradient NaN, and a scale at its floor is
-   not due to a single layer: both need a wider format, if there is one. */
+/* Plans a mitigation.  A non-finite gradient points to its layer.  A non-finite loss makes every gradient NaN, and a
+   scale at its floor is not due to a single layer.  Both need a wider format, if there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
-    /* sharded: this rank's own */
+    /* with shards, first_bad is not the same on all ranks */
     const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;
     int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR,
         wide = ampi_can_widen(amp);
@@ -35634,11 +35656,11 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
 
 /* ---- Acting */
 
-/* Asks the policy.  1: the policy set the learning rate, so restoring keeps it. */
+/* Asks the program's policy.  Returns 1 if the policy set the learning rate, which restoring then keeps. */
 static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     double lr = r->desc.optimizer->desc.lr;
     amp_recovery_event planned = *event;
-    struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
+    struct { amp_recovery_event event; double lr; } rule;       /* the answer of rank 0's policy, for all ranks */
     if (r->desc.policy == NULL) return 0;
     AMPI_CALLOUT("the recovery's policy", (r->desc.policy)(r->desc.user, event));
     memset(&rule, 0, sizeof rule);
@@ -35649,7 +35671,7 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
         event->mitigation = planned.mitigation;
-    planned.action = event->action;             /* the policy may change these, and the text */
+    planned.action = event->action;             /* the policy may change only these fields, the layer and the text */
     planned.mitigation = event->mitigation;
     memcpy(planned.layer, event->layer, sizeof planned.layer - 1);
     memcpy(planned.text, event->text, sizeof planned.text - 1);
@@ -35657,7 +35679,8 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
-/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as by settings
+   with "scaler" auto. */
 static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
@@ -35703,7 +35726,8 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     ampi_one_line(e->text);
 }
 
-/* An anomaly that is only reported: snapshots taken after it are useless. */
+/* Notes an anomaly that is only reported.  The candidate is dropped, because it may have been taken after the anomaly.
+   The next good step takes another. */
 static void ampi_note_bad(amp_recovery *r) {
     ampi_recovery_drop(&r->candidate);
     r->streak = r->fitted = 0;
@@ -35734,7 +35758,7 @@ static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, a
 
 /* ---- Records */
 
-/* 1: the record is of an undone step. */
+/* Returns 1 if the record is of an undone step. */
 static int ampi_is_undone(amp_recovery *r, int64_t step) {
     if (step > r->seen && step <= r->undone) return 1;
     r->undone = 0;
@@ -35768,7 +35792,7 @@ static void ampi_batch_changed(amp_recovery *r, int halvings) {
     r->fitted = 0;
 }
 
-/* 1: the loader's next two micro-batches make one of twice the size. */
+/* Returns 1 if the loader's next two micro-batches make one of twice the size. */
 static int ampi_batch_is_even(const amp_recovery *r) {
     amp_loader_info info;
     if (r->desc.loader == NULL) return 1;
@@ -35776,14 +35800,14 @@ static int ampi_batch_is_even(const amp_recovery *r) {
            info.index + 2 <= info.batches;
 }
 
-/* Good steps before the batch doubles. */
+/* Returns the number of good steps after which the micro-batch doubles.  It grows with the failures. */
 static int64_t ampi_patience(const amp_recovery *r) {
     int64_t interval = r->desc.batch_growth_interval;
     return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX
                                                                                     : interval << r->failures;
 }
 
-/* Undoes a halving once the batch has fitted long enough. */
+/* Undoes a halving after the micro-batch has fitted long enough. */
 static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_optimizer *o = r->desc.optimizer;
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
@@ -35805,7 +35829,7 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
 
 static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
-    amp_step_record all;            /* what happened on some rank */
+    amp_step_record all;            /* the record, with the worst anomaly of all ranks */
     double most[2];
     AMPI_TRY(ampi_need3("amp_recovery_step", r, "recovery", record, "record", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
@@ -35858,8 +35882,8 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     return AMP_OK;
 }
 
-/* One cleanup per step, then ever smaller micro-batches.  Drops the cycle's accumulated gradients: they may hold part
-   of the failed pass. */
+/* Frees memory, and from the second time in a step on it also halves the micro-batch.  Drops the gradients that were
+   accumulated in this step, because they may have a part of the failed pass. */
 static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
@@ -35935,7 +35959,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
+    /* counts of good steps that have no effect are saved as 0, so that runs at the same point save the same bytes */
     if (r.halvings == 0) r.fitted = 0;
     if (r.retries == 0) r.streak = 0;
     return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
