@@ -29656,7 +29656,7 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
 /* ==== 14 >>watch: implementation ==== */
 
 #if !defined(AMP_NO_WATCH)
-/* What the program reported of a step, and what was measured.  A note is kept until the step's record is made. */
+/* The data of a step that were reported by the program or measured.  A note is kept until the step's record is made. */
 typedef struct ampi_note {
     int64_t number;                 /* the optimizer's number of this step; 0: the step was undone, and has no result */
     int64_t epoch, tokens;
@@ -30233,7 +30233,7 @@ static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, si
             ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
-/* Copies those settings that are copied for a context to be opened, and also for one that is open. */
+/* Copies the settings that can be set before a context is opened, and also while it is open. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
@@ -30956,8 +30956,8 @@ static ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
     return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
-/* Doubles the capacity of the ring, and creates an event for each new place.  The ring then starts at 0.  Unused places
-   are copied too, because they have events. */
+/* Doubles the capacity of the ring, and on a device creates an event for each new place.  The ring then starts at 0.
+   Unused places are copied too, because they have events. */
 static amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -31706,7 +31706,7 @@ static void ampi_tensor_stats_shares(const amp_tensor_stats *m, int64_t i, float
 /* ---- The recommendation, which amp_recommendation describes */
 
 typedef struct ampi_fitting {
-    const amp_tensor_stats_row *over, *under, *bad, *look;      /* gradients; look: a bad tensor that is none */
+    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradients; look: a bad other tensor */
     const amp_tensor_stats_row *wide;   /* the other tensor that overflows most; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
     /* gradients, and those that do not fit; the same for other tensors */
@@ -31732,7 +31732,7 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
-/* Judges a tensor that is no gradient.  If it is stored in fp32 or bf16, its infinities are not due to a narrower
+/* Judges a tensor that is not a gradient.  If it is stored in fp32 or bf16, its infinities are not due to a narrower
    format. */
 static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
@@ -32917,7 +32917,8 @@ AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_ra
     return AMP_OK;
 }
 
-/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64.  Every dtype can hold the w exactly. */
+/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64.  The weights w are exact in every
+   dtype. */
 
 #define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
@@ -34373,9 +34374,9 @@ AMP_API AMPI_COLD size_t amp_tune_text(const amp_tune_report *report, char *text
     return sheet.in_use;
 }
 
-/* ---- Adapt.  The operators pass the products of layers to an observer.  Forward and backward of each layer have their
-   turn in one step of an interval.  In that step the observer computes some rows of their products again in other
-   dtypes, and keeps the errors as evidence.  amp_adapt_step decides. */
+/* ---- Adapt.  The operators pass the products of layers to an observer.  The forward and the backward of a layer each
+   have their turn in one step of an interval.  In that step the observer computes some rows of the products again in
+   other dtypes, and keeps the errors as evidence.  amp_adapt_step decides. */
 
 enum { AMPI_RUNGS = 3, AMPI_ADAPT_MOST_UPS = 20, AMPI_FORWARD = 0, AMPI_BACKWARD = 1 };
 enum { AMPI_ADAPT_ROWS = 32 };          /* the most rows whose values are counted */
@@ -34383,7 +34384,7 @@ enum { AMPI_ADAPT_ROWS = 32 };          /* the most rows whose values are counte
    not be measured.  The other two stay: the operator has no fp8, and the weight is used under two names. */
 enum { AMPI_SEEN_PARTS = 3, AMPI_SEEN_BAD = 4, AMPI_SEEN_NO_FP8 = 8, AMPI_SEEN_TIED = 16 };
 
-/* What a check found in one dtype: the worst of an interval. */
+/* The worst that the checks of an interval found in one dtype. */
 typedef struct ampi_evidence { double error[2], underflow, overflow, saturation, largest; } ampi_evidence;
 
 typedef struct ampi_adapt_layer {
