@@ -27661,9 +27661,9 @@ static int ampi_is_first(const amp_context *amp) { (void)amp; return 1; }
 
 /* ==== 13 >>data: implementation ====
 
-   Batches are numbered over all epochs: epoch * batches per epoch + index.  Batch `number` goes into slot
-   number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer takes them in
-   order.  A batch's samples depend only on its number, so a position is one number. */
+   Batches are numbered over all epochs.  The number of a batch is epoch * batches per epoch + index.  Batch `number`
+   goes into slot number % depth of a ring.  Workers claim numbers in order and fill slots in any order; the consumer
+   takes them in order.  A batch's samples depend only on its number, so one number is a position in the data. */
 
 enum {
     AMPI_LLMC_HEADER = 1024,
@@ -27672,8 +27672,8 @@ enum {
     AMPI_READ_BYTES = 1 << 18,      /* neighbouring samples are read together up to this size */
     AMPI_CACHE_MB = 1024,
     AMPI_CACHE_BLOCK = 1 << 16,
-    AMPI_CACHED_SAMPLE = 8192,      /* longer samples get a read each */
-    AMPI_PIECES = 32,               /* reads planned ahead */
+    AMPI_CACHED_SAMPLE = 8192,      /* samples of this many bytes or more are read without the cache */
+    AMPI_PIECES = 32,               /* the most reads that are planned at a time */
     AMPI_HASH_BLOCK = 4096, AMPI_HASH_BLOCKS = 16,
     AMPI_ORDER_ROUNDS = 8,
     AMPI_CLOSE_MS = 30,             /* how long destroy waits before it leaves a worker behind */
@@ -27681,12 +27681,13 @@ enum {
     AMPI_POSITION_COUNT = 13        /* values in the saved record */
 };
 
-/* Internal: a worker was told to stop in the middle of a batch. */
+/* An internal result: a worker gave up its batch because `cancel` was set.  The batch's slot is then to be filled
+   again. */
 #define AMPI_CANCELLED AMP_ERR_STATE
 
-/* ---- Order: a permutation of 0..n-1 without a table.  An alternating Feistel network over the fewest bits that hold
-   n, repeated until the result is below n (under two steps on average): Black & Rogaway 2002.  Saved positions depend
-   on these functions: they never change. */
+/* ---- Order: a permutation of 0..n-1 that needs no table.  It is an alternating Feistel network over the fewest bits
+   that can number n values.  It is repeated until the result is below n, which takes fewer than two steps on average
+   (Black & Rogaway 2002).  The meaning of saved positions depends on these functions, so they must never change. */
 
 typedef struct ampi_order { uint64_t n, keys[AMPI_ORDER_ROUNDS]; int low_bits, high_bits; } ampi_order;
 
@@ -27697,7 +27698,7 @@ static uint64_t ampi_mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* Number i of the stream that belongs to (seed, epoch). */
+/* Returns number i of the random stream that belongs to (seed, epoch). */
 static uint64_t ampi_epoch_random(uint64_t seed, int64_t epoch, uint64_t i) {
     uint64_t stream = ampi_mix64(ampi_mix64(seed + UINT64_C(0x9e3779b97f4a7c15)) ^ (uint64_t)epoch);
     return ampi_mix64(stream + (i + 1) * UINT64_C(0x9e3779b97f4a7c15));
@@ -27724,8 +27725,8 @@ static AMPI_ALWAYS uint64_t ampi_order_step(const ampi_order *order, uint64_t x)
     return high << order->low_bits | low;
 }
 
-/* out = the samples at n places from `place` on, n <= AMPI_PIECES.  They run side by side, without branches: one alone
-   would wait for its multiplications. */
+/* Sets `out` to the samples at the n places from `place` on; n <= AMPI_PIECES.  They are computed side by side and
+   without branches, because a single one would wait for the results of its multiplications. */
 static void ampi_order_at(const ampi_order *order, int64_t place, int64_t n, int64_t *out) {
     uint64_t x[AMPI_PIECES];
     int64_t walking[AMPI_PIECES], i, k;
@@ -27756,35 +27757,37 @@ typedef struct ampi_data_file {
     amp_dtype dtype;
     int64_t count, row;             /* elements of the first dimension, values in each */
     int64_t first_sample, samples;  /* the loader's samples in it */
-    int64_t first_byte, stride, overlap;    /* sample i: stride + overlap bytes at first_byte + i * stride */
-    int64_t cache_at, cached;       /* the cache has room for its first `cached` bytes, there */
+    int64_t first_byte, stride, overlap;    /* sample i in it: stride + overlap bytes at first_byte + i * stride */
+    int64_t cache_at, cached;       /* the cache has room for the file's first `cached` bytes, from cache_at on */
 } ampi_data_file;
 
+/* The state of a slot changes only under the loader's lock. */
 typedef enum ampi_slot_state {
     AMPI_SLOT_EMPTY, AMPI_SLOT_FILLING, AMPI_SLOT_READY, AMPI_SLOT_FAILED,
-    AMPI_SLOT_RETRY                 /* to be filled again */
+    AMPI_SLOT_RETRY                 /* claimed, and to be filled again */
 } ampi_slot_state;
 
 typedef struct ampi_slot {
     ampi_slot_state state;
-    int worker, ahead;              /* which fills it; 1: claimed before the consumer waited for it */
+    int worker, ahead;              /* the worker that fills it; 1: claimed before the consumer waited for it */
     amp_result result;
     char error[sizeof ampi_error_text];
     char *data;                     /* in the ring */
-    void *copied;                   /* event: its copy to the device is done */
+    void *copied;                   /* the event after its copy to the device */
 } ampi_slot;
 
 enum { AMPI_BLOCK_ABSENT, AMPI_BLOCK_LOADING, AMPI_BLOCK_LOADED };
 
-/* What a worker is doing.  The closing thread turns READING into ABANDONED; the worker then touches only itself, the
-   loader's files and cache, and its shell. */
+/* What a worker is doing.  It is READING while it is in a call that reads a file, which may hang.  The thread that
+   destroys the loader changes READING to ABANDONED.  From then on the worker may use only memory that ampi_loader_free
+   frees: its ampi_worker, the loader's files and cache, and struct amp_loader.  The ring may be freed already. */
 enum { AMPI_WORKER_BUSY, AMPI_WORKER_READING, AMPI_WORKER_ABANDONED };
 
-/* A file's length when a worker last looked, and in which of its fills: the cache serves only bytes that
-   the file still has. */
+/* A file's length when a worker last asked for it, and the worker's fill in which that was.  With this, the cache
+   serves only bytes that the file still has. */
 typedef struct ampi_seen { int64_t fill, bytes; } ampi_seen;
 
-/* Neighbouring samples, read at once. */
+/* Neighbouring samples that one read fetches, beginning at `offset` in the file. */
 typedef struct ampi_piece { const ampi_data_file *file; int64_t offset, samples; } ampi_piece;
 
 typedef struct ampi_worker {
@@ -27793,11 +27796,11 @@ typedef struct ampi_worker {
     int id, started, exited, abandoned;
     int64_t number;                 /* of the batch it fills */
     int phase;                      /* atomic */
-    int64_t file, offset;           /* atomic: what it reads; a sample number for the callback */
+    int64_t file, offset;           /* atomic: where it reads; for a callback, `offset` is the sample's number */
     uint8_t *scratch;
     uint8_t *raw;                   /* one sample's values before they are cast into a slot */
-    int64_t fills;                  /* begun */
-    ampi_seen *seen;                /* of each file, when there is a cache */
+    int64_t fills;                  /* how many it has begun */
+    ampi_seen *seen;                /* one for each file; NULL without a cache */
     ampi_order order;
     int64_t order_epoch;            /* of `order`; -1: none */
 } ampi_worker;
@@ -27805,7 +27808,7 @@ typedef struct ampi_worker {
 /* The thread that opens the files, within .timeout_ms. */
 typedef struct ampi_opener {
     void *thread;
-    int64_t file;                   /* atomic: which; -1: still looking for them */
+    int64_t file;                   /* atomic: the file that it opens; -1: it is still searching for the files */
     int done, abandoned;
     amp_result result;
     char error[sizeof ampi_error_text];
@@ -27817,8 +27820,8 @@ struct amp_loader {
     amp_system system;
     amp_loader_desc desc;           /* effective */
     amp_source source;              /* its fields describe every kind of source */
-    amp_tensor tensors[AMP_MAX_FIELDS];     /* of desc.tensors */
-    amp_field fields[AMP_MAX_FIELDS];   /* as delivered: in amp_autocast_input's dtype */
+    amp_tensor tensors[AMP_MAX_FIELDS];     /* the copy that desc.tensors points to */
+    amp_field fields[AMP_MAX_FIELDS];   /* as delivered, in the dtype that amp_autocast_input returns */
     ampi_source_kind kind;
     ampi_data_file *files;
     int64_t n_files;
@@ -27827,45 +27830,46 @@ struct amp_loader {
     int64_t end;                    /* number of the first batch after the last epoch */
     uint64_t hash;
     /* buffers */
-    int narrow;                     /* 1: slots hold tokens in 16 bits, device slots in 32, all at twice the offset */
+    int narrow;                     /* 1: slots hold tokens in 16 bits; device slots in 32, at twice the offset */
     int64_t depth, ring_bytes, slot_bytes, scratch_bytes, raw_bytes;
     int64_t field_offset[AMP_MAX_FIELDS], field_bytes[AMP_MAX_FIELDS];    /* in a slot; of one sample */
-    int64_t raw_offset[AMP_MAX_FIELDS];         /* where in scratch memory a callback's field is before its cast */
+    int64_t raw_offset[AMP_MAX_FIELDS];         /* where in a worker's `raw` a callback's field is before its cast */
     ampi_slot *slots;
     char *ring;
     uint8_t *cache;                 /* file contents in blocks, each filled once, by the first worker that needs it */
     uint8_t *cache_blocks;          /* atomic: their states */
     int64_t cache_bytes;
-    /* for memory the host cannot read: two device slots, filled in turn on a stream of their own */
+    /* for memory that the CPU cannot read: two device slots, which are filled in turn on the separate copy_stream */
     const amp_backend *backend;
-    void *dev, *stream, *copy_stream, *in_use[2];     /* used: events, all work queued before the last calls of next */
+    /* in_use: events after the work that was queued before the last two calls of amp_loader_next */
+    void *dev, *stream, *copy_stream, *in_use[2];
     char *device;                   /* the two slots, and room behind them for tokens in 16 bits */
-    const char *padding;            /* in the ring: the targets of a batch that is all padding */
-    int64_t deliveries;             /* since creation: device slot deliveries & 1 is the current one */
+    const char *padding;            /* in the ring, behind the slots: the targets of a batch that is all padding */
+    int64_t deliveries;             /* batches delivered; the next one is in device slot deliveries & 1 */
     int64_t issued;                 /* number of the first batch whose copy has not begun */
     /* the queue, under the lock */
     int has_lock, threads, stop, paused, waiting;
     int lost;                       /* threads that a callback ended */
-    int cancel;                     /* atomic: workers drop their batches */
-    int64_t busy, retries;
-    int64_t calls;                  /* host calls in progress */
-    pthread_t caller;               /* the thread of the last of them */
-    int64_t holders;                /* users of the loader's shell: its owner, and threads left behind */
-    pid_t process;                  /* in which the threads run */
+    int cancel;                     /* atomic; 1: workers give up their batches */
+    int64_t busy, retries;          /* workers that fill a slot; slots in the state RETRY */
+    int64_t calls;                  /* the program's calls that are in progress and may wait */
+    pthread_t caller;               /* the thread that began the last of them */
+    int64_t holders;                /* users of this struct: its owner, and threads left behind; the last frees it */
+    pid_t process;                  /* the one in which the threads run */
     ampi_opener opener;
     pthread_mutex_t lock;
     pthread_cond_t work, ready;
-    int64_t consumed, claimed, released;    /* first batch not taken; not claimed; whose slot is still in use */
-    int64_t waits, wait_ns;
+    int64_t consumed, claimed, released;    /* the first batch not taken; not claimed; whose slot is still in use */
+    int64_t waits, wait_ns;         /* of the consumer for batches */
     ampi_worker *workers;
-    int64_t n_workers;              /* in the array; without threads one, which reads for amp_loader_next */
+    int64_t n_workers;              /* in the array; without threads there is one, which amp_loader_next uses */
 };
 
 /* ---- Files */
 
 static const char ampi_loader_create_name[] = "amp_loader_create";
 
-/* Reads up to `bytes` at an offset; fewer only at the end that the file had when it was opened. */
+/* Reads up to `bytes` bytes at an offset.  *got is less only at the end that the file had when it was opened. */
 static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, void *buffer, int64_t bytes,
                                  int64_t offset, int64_t *got) {
     *got = ampi_read_fully(&l->system, f->handle, buffer, bytes, offset);
@@ -27878,7 +27882,7 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
                      (long long)offset);
 }
 
-/* The file's size must be exactly what its header promises. */
+/* Checks that the file's size is exactly what its header says. */
 static amp_result ampi_data_check_size(const ampi_data_file *f) {
     int64_t size = (int64_t)amp_dtype_size(f->dtype), held = (f->bytes - f->start) / size;
     if (f->count == 0 ? f->bytes == f->start
@@ -27921,7 +27925,7 @@ static amp_result ampi_llmc_header(ampi_data_file *f, const uint8_t *head, int64
 typedef struct ampi_npy { char descr[8]; int fortran, dims; int64_t shape[AMPI_NPY_DIMS], start; } ampi_npy;
 typedef struct ampi_text { const char *at, *end; } ampi_text;
 
-/* Skips white space, and then `word` if it comes next. */
+/* Skips white space, and then `word` if it comes next.  Returns 1 if it skipped the word. */
 static int ampi_text_take(ampi_text *t, const char *word) {
     size_t n = strlen(word);
     while (t->at < t->end && (*t->at == ' ' || *t->at == '\n' || *t->at == '\t' || *t->at == '\r')) t->at++;
@@ -27930,7 +27934,7 @@ static int ampi_text_take(ampi_text *t, const char *word) {
     return 1;
 }
 
-/* A quoted string of at most size - 1 characters. */
+/* Reads a quoted string of at most size - 1 characters.  Returns 0 if there is none. */
 static int ampi_text_string(ampi_text *t, char *out, size_t size) {
     const char *quote = ampi_text_take(t, "'") ? "'" : ampi_text_take(t, "\"") ? "\"" : NULL;
     size_t n = 0;
@@ -27988,7 +27992,8 @@ static int ampi_npy_dict(ampi_text *t, ampi_npy *npy) {
     return seen == 7;
 }
 
-/* Where the dict begins and ends, from the first 12 bytes; 0: not a .npy file of a known version. */
+/* Finds the dict of a header from the first 12 bytes.  Sets *text to the offset where the dict begins, and returns the
+   offset where it ends.  Returns 0 if this is not a .npy file of a known version. */
 static int64_t ampi_npy_extent(const uint8_t *head, int64_t n, int64_t *text) {
     if (n < 12 || memcmp(head, "\x93NUMPY", 6) != 0 || head[6] < 1 || head[6] > 3) return 0;
     *text = head[6] == 1 ? 10 : 12;
@@ -28000,7 +28005,7 @@ static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
         const char *name;
         amp_dtype dtype;
         int tokens;
-    } known[] = {/* 0 arrays, 1 tokens, 2 both */
+    } known[] = {/* tokens 0: for arrays; 1: for token files; 2: for both */
                  {"f2", AMP_F16, 0}, {"f4", AMP_F32, 0}, {"f8", AMP_F64, 0}, {"b1", AMP_U8, 0}, {"u1", AMP_U8, 2},
                  {"u2", AMP_U16, 2}, {"i4", AMP_I32, 2}, {"i8", AMP_I64, 2}, {"u4", AMP_I32, 1}};
     size_t i;
@@ -28010,7 +28015,7 @@ static amp_dtype ampi_npy_dtype(const char *descr, int tokens) {
     return AMP_DTYPE_DEFAULT;
 }
 
-/* Fills dtype, start, count and row of f from its head, n bytes. */
+/* Sets dtype, start, count and row of f from the file's first n bytes. */
 static AMPI_COLD amp_result ampi_npy_header(ampi_data_file *f, const uint8_t *head, int64_t n, int tokens) {
     ampi_npy npy;
     ampi_text text;
@@ -28093,13 +28098,14 @@ static uint64_t ampi_hash_number(uint64_t hash, int64_t value) {
     return ampi_hash_bytes(hash, bytes, 8);
 }
 
-/* Hashes a file's size and evenly spaced blocks, first and last included: 16 of a single file, two of each of many. */
+/* Hashes a file's size and some evenly spaced blocks, including the first and the last.  These are 16 blocks of a
+   single file.  Several files share the 16, but each has at least two. */
 static amp_result ampi_data_hash(amp_loader *l, const ampi_data_file *f) {
     uint8_t block[AMPI_HASH_BLOCK];
     int64_t blocks = AMPI_MAX(AMPI_HASH_BLOCKS / l->n_files, 2), last = f->bytes - AMPI_HASH_BLOCK, i, n, offset;
     l->hash = ampi_hash_number(l->hash, f->bytes);
     for (i = 0; i < blocks; i++) {
-        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* short: all of it */
+        offset = last < (blocks - 1) * AMPI_HASH_BLOCK ? i * AMPI_HASH_BLOCK    /* hashes a short file whole */
                : i == blocks - 1 ? last : last / (blocks - 1) * i;
         if (offset >= f->bytes) break;
         AMPI_TRY(ampi_data_read(l, f, block, sizeof block, offset, &n));
@@ -28131,7 +28137,7 @@ static amp_result ampi_file_name(amp_loader *l, int64_t i, const char *path) {
     return AMP_OK;
 }
 
-/* A path that matches the start of a pattern, followed by its text, and the rest of the pattern. */
+/* A path that matches the beginning of a pattern, and the rest of that pattern.  The path's text follows the struct. */
 typedef struct ampi_path { struct ampi_path *next; const char *rest; int64_t bytes; } ampi_path;
 typedef struct ampi_search {
     const amp_system *system;
@@ -28142,7 +28148,7 @@ typedef struct ampi_search {
 
 static char *ampi_path_text(ampi_path *p) { return (char *)(p + 1); }
 
-/* Adds the path `at` + name + the slashes that follow in the pattern. */
+/* Adds to the list `ahead` the path `at`, followed by the name and the slashes that come next in the pattern. */
 static int ampi_search_add(ampi_search *s, const char *name) {
     const char *end = s->at->rest + strcspn(s->at->rest, "/"), *rest = end + strspn(end, "/");
     int64_t bytes = (int64_t)(sizeof(ampi_path) + strlen(ampi_path_text(s->at)) + strlen(name)) + (rest - end) + 1;
@@ -28172,7 +28178,7 @@ static int ampi_path_exists(const amp_system *s, const char *path) {
     return error != -ENOENT && error != -ENOTDIR;
 }
 
-/* Extends `at` by one component of the pattern. */
+/* Extends the path `at` by one component of the pattern. */
 static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
@@ -28193,7 +28199,8 @@ static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
 
-/* The matches of a pattern in byte order: the same on every rank, whatever the locale. */
+/* Finds the files that match a pattern.  They are sorted in byte order, which is the same on every rank and in every
+   locale. */
 static AMPI_COLD amp_result ampi_files_by_pattern(amp_loader *l) {
     ampi_search s;
     ampi_path root[2], *found = NULL, *p;
@@ -28227,7 +28234,7 @@ static AMPI_COLD amp_result ampi_files_by_pattern(amp_loader *l) {
     return result;
 }
 
-/* 1: the path has wildcards and is not itself the name of a file. */
+/* Returns 1 if the path has wildcards and is not itself the name of a file. */
 static int ampi_is_pattern(const amp_loader *l) {
     return strpbrk(l->desc.path, "*?[") != NULL && !ampi_path_exists(&l->system, l->desc.path);
 }
@@ -28258,7 +28265,8 @@ static amp_result ampi_loader_bounds(amp_loader *l, int64_t n, const char *what)
     return AMP_OK;
 }
 
-/* Counts the samples of token files: those of each file that lie in [first, last) with the token after them. */
+/* Counts the samples of token files.  A sample counts if its tokens and the token after them lie in one file and in
+   [first, last). */
 static amp_result ampi_loader_count_tokens(amp_loader *l) {
     int64_t i, at = 0;
     for (i = 0; i < l->n_files; i++) {
@@ -28309,7 +28317,8 @@ static amp_result ampi_loader_count_arrays(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Arrays in memory are read by a callback of amp.h's own. */
+/* The callback that reads samples from arrays in memory.  With it, these arrays are handled like a callback of the
+   program. */
 static int ampi_read_tensors(void *user, const amp_sample *sample, void *const *fields) {
     const amp_loader *l = (const amp_loader *)user;
     int32_t i;
@@ -28321,7 +28330,8 @@ static int ampi_read_tensors(void *user, const amp_sample *sample, void *const *
     return 0;
 }
 
-/* All of an array up to 64 KiB; of a larger one evenly spaced rows, first and last included, up to a block of each. */
+/* Hashes an array of up to 64 KiB whole.  Of a larger array it hashes evenly spaced rows, including the first and the
+   last.  Of a row longer than a block it then hashes only the first block. */
 static uint64_t ampi_tensor_hash(uint64_t hash, const amp_tensor *t, int64_t bytes) {
     const int64_t most = AMPI_HASH_BLOCKS * AMPI_HASH_BLOCK;
     int64_t last = t->shape[0] - 1, n = AMPI_MAX(most / bytes, (int64_t)AMPI_HASH_BLOCKS), i, row;
@@ -28333,7 +28343,7 @@ static uint64_t ampi_tensor_hash(uint64_t hash, const amp_tensor *t, int64_t byt
     return hash;
 }
 
-/* Array i: rows of `width` contiguous elements in host memory. */
+/* Checks array i, whose rows must be contiguous and in CPU memory.  *width is the number of elements in a row. */
 static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i, int64_t *width) {
     amp_memory_kind kind = AMP_MEMORY_HOST;
     amp_tensor row;
@@ -28423,7 +28433,7 @@ static amp_result ampi_files_open(amp_loader *l) {
     return AMP_OK;
 }
 
-/* Finds samples, batches, fields and hash of the open source. */
+/* Finds the samples, batches and fields of the source, whose files are open, and the hash of a callback. */
 static amp_result ampi_loader_open(amp_loader *l) {
     const amp_loader_desc *d = &l->desc;
     int64_t per_rank;
@@ -28446,8 +28456,8 @@ AMPI_O1_END
 
 /* ---- Filling a slot */
 
-/* This rank's places of batch `index` in the epoch's order.  Samples that do not fill a batch on every rank are shared
-   evenly. */
+/* Finds this rank's part of batch `index`, which is the n places from *start on in the epoch's order.  The samples at
+   the end of an epoch that do not fill a batch on every rank are divided evenly among the ranks. */
 static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start, int64_t *n) {
     int64_t world = l->desc.world, rank = l->desc.rank, rest;
     *n = l->desc.batch;
@@ -28458,7 +28468,7 @@ static void ampi_loader_slice(const amp_loader *l, int64_t index, int64_t *start
     *n = rest / world + (rank < rest % world);
 }
 
-/* The cached bytes of a file, or NULL. */
+/* Returns bytes of a file in the cache, or NULL if not all of them are there. */
 static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t at = f->cache_at + offset, block;
     if (offset + bytes > f->cached) return NULL;
@@ -28467,8 +28477,8 @@ static const uint8_t *ampi_cache_find(const amp_loader *l, const ampi_data_file 
     return l->cache + at;
 }
 
-/* Reads the blocks of these bytes into the cache, except blocks that another worker is reading or that cannot be read:
-   their bytes are read directly. */
+/* Reads the blocks of these bytes into the cache, except blocks that another worker is reading and blocks that cannot
+   be read.  If a block is missing afterwards, the caller reads the bytes directly. */
 static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_t offset, int64_t bytes) {
     int64_t from = offset / AMPI_CACHE_BLOCK * AMPI_CACHE_BLOCK;
     for (; from < offset + bytes && from < f->cached; from += AMPI_CACHE_BLOCK) {
@@ -28481,7 +28491,8 @@ static void ampi_cache_load(const amp_loader *l, const ampi_data_file *f, int64_
     }
 }
 
-/* *data = the bytes, in the cache or in the worker's scratch memory.  Returns their number, or -errno.  May hang. */
+/* Sets *data to the bytes, which are in the cache or in the worker's scratch memory.  Returns their number, or -errno.
+   The calls in it that use the file may hang. */
 static int64_t ampi_worker_fetch(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
                                  const uint8_t **data) {
     const amp_loader *l = w->loader;
@@ -28519,7 +28530,7 @@ static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int6
                      (long long)(offset + got), (long long)f->bytes);
 }
 
-/* *data = bytes of a file, valid until the next call. */
+/* Sets *data to bytes of a file.  They are valid until the worker's next call. */
 static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64_t offset, int64_t bytes,
                                   const uint8_t **data) {
     const amp_loader *l = w->loader;
@@ -28532,7 +28543,7 @@ static amp_result ampi_worker_get(ampi_worker *w, const ampi_data_file *f, int64
     return ampi_worker_read(w, f, offset, bytes, data);
 }
 
-/* Token i; UINT32_MAX if it is negative or beyond 32 bits. */
+/* Returns token i, or UINT32_MAX if an int64 token is negative or does not fit into 32 bits. */
 static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int64_t i) {
     uint64_t wide;
     if (dtype == AMP_U8) return raw[i];
@@ -28545,7 +28556,8 @@ static AMPI_ALWAYS uint32_t ampi_token(const uint8_t *raw, amp_dtype dtype, int6
 typedef uint16_t ampi_u16x8 __attribute__((__vector_size__(16)));
 typedef int32_t ampi_i32x8 __attribute__((__vector_size__(32)));
 
-/* As ampi_token_row_as for 16 bits, 8 tokens at a time, on a little-endian machine.  Returns how many it converted. */
+/* Does the same as ampi_token_row_as for 16-bit tokens, 8 tokens at a time.  Needs a little-endian machine.  Returns
+   how many tokens it converted. */
 static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                                  uint32_t limit, uint32_t *bad) {
     ampi_u16x8 last, over = {0}, in, out;
@@ -28570,8 +28582,8 @@ static int64_t ampi_token_eights(const uint8_t *raw, int64_t seq, char *inputs, 
     return i;
 }
 
-/* One sample: seq inputs, and the same shifted by one as targets, in int32 or (narrow) uint16.  Nonzero if a token is
-   not below the limit. */
+/* Converts one sample to seq inputs and to the targets, which are the inputs shifted by one.  Both are int32 or, if
+   narrow is 1, uint16.  Returns a nonzero value if a token is not below the limit. */
 static AMPI_ALWAYS uint32_t
 ampi_token_row_as(amp_dtype dtype, const uint8_t *raw, int64_t seq, char *inputs, char *targets, int narrow,
                   uint32_t limit) {
@@ -28615,7 +28627,7 @@ static amp_result ampi_bad_token(const ampi_data_file *f, const uint8_t *raw, in
 
 static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sample) {
     int64_t low = 0, high = l->n_files - 1;
-    while (low < high) {                /* the last file whose first sample is not beyond it */
+    while (low < high) {                /* finds the last file whose first sample is not after this one */
         int64_t middle = low + (high - low + 1) / 2;
         if (l->files[middle].first_sample <= sample) low = middle;
         else high = middle - 1;
@@ -28623,13 +28635,13 @@ static const ampi_data_file *ampi_file_of_sample(const amp_loader *l, int64_t sa
     return l->files + low;
 }
 
-/* How many neighbouring samples of `size` bytes one read may fetch. */
+/* Returns how many neighbouring samples of `size` bytes one read may fetch.  In a random order this is one. */
 static int64_t ampi_read_run(const amp_loader *l, int64_t wanted, int64_t size) {
     return l->desc.shuffle ? 1 : AMPI_MIN(wanted, AMPI_MAX(AMPI_READ_BYTES / size, 1));
 }
 
-/* Locates n samples from a place on, in this array or, if NULL, in the token files, as many as AMPI_PIECES pieces hold.
-   Returns the number of pieces; prefetches their cached bytes. */
+/* Locates the n samples from a place on, or as many of them as AMPI_PIECES pieces hold.  They are in this array or, if
+   it is NULL, in the token files.  Returns the number of pieces, and prefetches their cached bytes. */
 static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *array, int64_t place, int64_t n,
                                 ampi_piece *pieces) {
     const amp_loader *l = w->loader;
@@ -28650,7 +28662,7 @@ static int64_t ampi_worker_plan(const ampi_worker *w, const ampi_data_file *arra
     return count;
 }
 
-/* Fills rows of a batch from sample `row` on with tokens. */
+/* Fills the rows of a batch from `row` on with a piece's tokens. */
 static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int64_t row, ampi_slot *slot) {
     const amp_loader *l = w->loader;
     const ampi_data_file *f = p->file;
@@ -28666,7 +28678,7 @@ static amp_result ampi_fill_token_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
-/* 1: field k is cast. */
+/* Returns 1 if field k is delivered in another dtype than the source's. */
 static int ampi_field_is_cast(const amp_loader *l, int64_t k) {
     return l->fields[k].dtype != l->source.fields[k].dtype;
 }
@@ -28699,7 +28711,7 @@ static amp_result ampi_fill_array_rows(ampi_worker *w, const ampi_piece *p, int6
     return AMP_OK;
 }
 
-/* Samples from token files, or from each array. */
+/* Fills n rows of a slot from token files or, a field from each, from array files. */
 static amp_result ampi_fill_from_files(ampi_worker *w, int64_t start, int64_t n, ampi_slot *slot) {
     const amp_loader *l = w->loader;
     int tokens = l->kind == AMPI_FROM_TOKENS;
@@ -28753,7 +28765,8 @@ static amp_result ampi_fill_callback(ampi_worker *w, int64_t epoch, int64_t star
     return AMP_OK;
 }
 
-/* Pads the batch to its full size; narrow targets are padded on the device. */
+/* Pads a batch of n samples to its full size.  Narrow targets are set to 0 here and padded on the device, because a
+   uint16 cannot hold -100. */
 static void ampi_fill_padding(const amp_loader *l, int64_t n, ampi_slot *slot) {
     int64_t i, missing = l->desc.batch - n, k;
     for (i = 0; i < l->source.n_fields && missing > 0; i++) {
@@ -28785,7 +28798,8 @@ AMPI_O1_BEGIN
 
 static ampi_slot *ampi_slot_of(amp_loader *l, int64_t number) { return l->slots + number % l->depth; }
 
-/* The batch to fill next: one to retry that the consumer waits for, or the next unclaimed one; -1: none. */
+/* Returns the batch to fill next.  While the consumer waits, a batch to retry comes first.  Otherwise it is the next
+   unclaimed batch, if a slot is free for it.  Returns -1 if there is none. */
 static int64_t ampi_queue_claim(amp_loader *l) {
     int64_t number;
     if (l->paused) return -1;
@@ -28801,7 +28815,7 @@ static void ampi_queue_store(amp_loader *l, ampi_slot *slot, amp_result result) 
     if (slot->state == AMPI_SLOT_FAILED) memcpy(slot->error, ampi_error_text, sizeof slot->error);
 }
 
-/* Slots of batches before `number` may be filled again. */
+/* Frees the slots of batches before `number`, so that they may be filled again. */
 static void ampi_queue_release(amp_loader *l, int64_t number) {
     if (l->released >= number) return;
     for (; l->released < number; l->released++) ampi_slot_of(l, l->released)->state = AMPI_SLOT_EMPTY;
@@ -28824,7 +28838,7 @@ static amp_result ampi_stopped(const char *function) {
     return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
 }
 
-/* Waits for a worker's signal until `deadline` (monotonic ns); 0: the time is up. */
+/* Waits for a worker's signal until `deadline` (monotonic ns).  Returns 0 if the time is up. */
 static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
     int in_time;
     l->waiting++;
@@ -28839,8 +28853,8 @@ static void ampi_queue_again(amp_loader *l, ampi_slot *slot) {
     pthread_cond_broadcast(&l->work);
 }
 
-/* Waits until batch `number`, the next one, is READY.  If reading ahead failed, the batch is tried again now, and only
-   that attempt's failure is reported. */
+/* Waits until batch `number`, which must be the next one, is READY.  Without threads it fills the batch itself.  If
+   reading ahead failed, the batch is tried again now, and only a failure of that attempt is reported. */
 static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
     ampi_slot *slot = ampi_slot_of(l, number);
     int64_t begin = 0;
@@ -28884,7 +28898,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
 
 /* ---- Workers */
 
-/* Frees what workers use; called when none is left. */
+/* Frees the memory that workers use, and the loader.  Called when no thread of the loader is left. */
 static void ampi_loader_free(amp_loader *l) {
     amp_system s = l->system;
     int64_t i;
@@ -28911,7 +28925,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l, 1, sizeof *l);
 }
 
-/* ---- The thread that opens the files; left behind if a network file system hangs */
+/* ---- The thread that opens the files.  It is left behind if a network file system hangs. */
 
 static void ampi_opener_main(void *arg) {
     amp_loader *l = (amp_loader *)arg;
@@ -28920,7 +28934,7 @@ static void ampi_opener_main(void *arg) {
     sigset_t all;
     int last;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     result = ampi_files_open(l);
     pthread_mutex_lock(&l->lock);
     o->result = result;
@@ -28932,7 +28946,7 @@ static void ampi_opener_main(void *arg) {
     if (last) ampi_loader_free(l);
 }
 
-/* Without workers, this thread opens the files, with no time limit. */
+/* Opens the files within .timeout_ms.  Without workers the calling thread opens them, and there is no time limit. */
 static amp_result ampi_loader_open_files(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
     ampi_opener *o = &l->opener;
@@ -28963,7 +28977,8 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     return AMP_ERR_TIMEOUT;
 }
 
-/* A callback ended the worker's thread (pthread_exit) instead of returning: its batch fails, other workers go on. */
+/* Called when a callback ended the worker's thread (pthread_exit) instead of returning.  The worker's batch fails, and
+   the other workers continue. */
 static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
@@ -28996,7 +29011,7 @@ static void ampi_worker_main(void *arg) {
     sigset_t all;
     int last;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     pthread_mutex_lock(&l->lock);
     while (!l->stop) {
         int64_t number = ampi_queue_claim(l);
@@ -29041,7 +29056,8 @@ static amp_result ampi_loader_start(amp_loader *l) {
     return AMP_OK;
 }
 
-/* A child of fork has no workers, and a worker of the parent may have held the lock at the fork. */
+/* Returns 1 if the loader has threads and this process is a child of fork.  The threads do not run in the child.  The
+   child must not take the lock either, because a worker of the parent may have held it at the fork. */
 static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
@@ -29059,14 +29075,15 @@ AMP_API void amp_loader_stop(amp_loader *l) {
     pthread_mutex_unlock(&l->lock);
 }
 
-/* 1: the last call that began on this thread has not returned.  Then it is still running, and this is a callback of
-   its; or a C++ exception or longjmp left that callback, and nothing will return. */
+/* Returns 1 if the call that began last is this thread's and has not returned.  Then either it is still running, and
+   this function is called from its callback; or a C++ exception or longjmp left that callback, and the call will never
+   return. */
 static int ampi_loader_calls_here(const amp_loader *l) {
     return l->calls > 0 && pthread_equal(l->caller, pthread_self());
 }
 
-/* Brackets public calls that may block: destroying the loader waits for them.  here: where the public call is on the
-   stack. */
+/* Called at the beginning of public calls that may wait, because destroying the loader waits for these calls.
+   ampi_loader_leave ends them.  here: where the public call is on the stack. */
 static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr_t here) {
     amp_result result;
     if (ampi_loader_elsewhere(l)) return ampi_loader_is_elsewhere(function);
@@ -29076,7 +29093,7 @@ static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr
     pthread_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
-        if (ampi_loader_calls_here(l)) l->calls--;      /* it was left: a thread runs one call at a time */
+        if (ampi_loader_calls_here(l)) l->calls--;      /* that call was left, because a thread runs one at a time */
         l->calls++;
         l->caller = pthread_self();
     }
@@ -29092,7 +29109,7 @@ static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
     return result;
 }
 
-/* Waits for every call and every worker to return; workers stuck in a read are left behind. */
+/* Waits until every call and every worker has returned.  Workers that are stuck in a read are left behind. */
 static void ampi_loader_finish(amp_loader *l) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
     if (!l->has_lock) return;
@@ -29120,7 +29137,7 @@ static void ampi_loader_finish(amp_loader *l) {
 
 /* ---- Buffers */
 
-/* 1: every token fits into 16 bits, and batches are copied to a device. */
+/* Returns 1 if every token fits into 16 bits and batches are copied to a device. */
 static int ampi_loader_narrow(const amp_loader *l) {
     int64_t i;
     if (l->kind != AMPI_FROM_TOKENS || l->backend->host_visible) return 0;
@@ -29129,7 +29146,8 @@ static int ampi_loader_narrow(const amp_loader *l) {
     return i == l->n_files;
 }
 
-/* With padding, narrow slots are followed by one large enough for a batch of 32-bit targets. */
+/* Sets the places of fields in a slot and the sizes of the ring.  With padding, narrow slots are followed by one more,
+   which is large enough for a batch of 32-bit targets. */
 static amp_result ampi_loader_layout(amp_loader *l) {
     int32_t i;
     size_t bytes;
@@ -29160,7 +29178,8 @@ static amp_result ampi_loader_layout(amp_loader *l) {
     return AMP_OK;
 }
 
-/* A worker's scratch memory, for the longest read; and which files the cache holds. */
+/* Computes the size of a worker's scratch memory, which is that of the longest read, and the files' places in the
+   cache. */
 static void ampi_loader_file_memory(amp_loader *l) {
     int64_t limit = l->desc.cache_mb == AMP_NO_CACHE ? 0 : (int64_t)l->desc.cache_mb << 20, i;
     for (i = 0; i < l->n_files; i++) {
@@ -29187,7 +29206,7 @@ static amp_result ampi_loader_cache(amp_loader *l) {
     }
     AMPI_TRY(ampi_alloc(&l->system, ampi_loader_create_name, &memory, l->cache_bytes / AMPI_CACHE_BLOCK, 1));
     l->cache_blocks = (uint8_t *)memory;
-    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* touched when used */
+    l->cache = (uint8_t *)ampi_memory_take(&l->system, bytes, 4096);         /* its pages are first written when used */
     if (l->cache != NULL) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, ampi_loader_create_name,
                      "%lld bytes for the contents of files: set .cache_mb = %d to less", (long long)l->cache_bytes,
@@ -29336,7 +29355,7 @@ static void ampi_loader_defaults(amp_loader *l) {
     amp_loader_desc *d = &l->desc;
     const amp_reducer *ranks = &ampi_settings(l->amp)->reducer;
     if (d->world == 0) { d->world = AMPI_MAX(ranks->world, 1); d->rank = ranks->rank; }
-    /* one more than are read ahead: the batch in use or being copied */
+    /* one slot more than batches are read ahead, for the batch that is in use or being copied */
     l->depth = (d->workers == AMP_NO_WORKERS ? 1 : (int64_t)d->prefetch) +
                (d->workers != AMP_NO_WORKERS || !l->backend->host_visible);
 }
@@ -29400,7 +29419,7 @@ AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **ou
 
 /* ---- Taking batches */
 
-/* Host memory: returns the slot itself, which the workers get back at the next call. */
+/* Delivers a batch in CPU memory.  It returns the slot itself, which the workers may fill again after the next call. */
 static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     amp_result result;
     pthread_mutex_lock(&l->lock);
@@ -29415,7 +29434,7 @@ static char *ampi_device_slot(const amp_loader *l, int64_t turn) {
     return l->device + (turn & 1) * (l->narrow + 1) * l->slot_bytes;
 }
 
-/* Widens the 16-bit tokens that arrived into a device slot, and pads its targets. */
+/* Widens the 16-bit tokens that were copied to the device into a device slot, and pads its targets. */
 static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, const char *from) {
     char *targets = to + 2 * l->field_offset[1];
     int64_t start, valid, missing;
@@ -29434,8 +29453,8 @@ static amp_result ampi_device_widen(amp_loader *l, int64_t number, char *to, con
                             AMP_COPY_TO_DEVICE, l->copy_stream);
 }
 
-/* Begins to copy a READY batch into the next device slot, after the work queued up to `after`, which may still use the
-   slot (the first time: its memory). */
+/* Begins to copy a READY batch into its device slot.  The copy starts after the event `after`, because the work before
+   it may still use the slot or, the first time, the slot's memory. */
 static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     const amp_backend *b = l->backend;
     ampi_slot *slot = ampi_slot_of(l, number);
@@ -29449,7 +29468,8 @@ static amp_result ampi_device_copy(amp_loader *l, int64_t number, void *after) {
     return AMP_OK;
 }
 
-/* Gives slots whose copy is done back to the workers; waits only for the one that batch `number` needs. */
+/* Gives the slots whose copy is done back to the workers.  Waits only for the copy from the slot that batch `number`
+   needs. */
 static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     while (l->released < l->issued) {
         void *copied = ampi_slot_of(l, l->released)->copied;
@@ -29464,8 +29484,8 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
     return AMP_OK;
 }
 
-/* Two device slots: while the caller's kernels use one, the next batch is copied into the other.  The host waits
-   for workers only; the caller's stream waits for the copy. */
+/* Delivers a batch in one of the two device slots.  While the caller's kernels use one slot, the next batch is copied
+   into the other.  The caller's stream waits for the copy of the batch, and this thread does not. */
 static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     const amp_backend *b = l->backend;
     int turn = (int)(l->deliveries & 1), next_ready;
@@ -29528,7 +29548,7 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 
 /* ---- Position */
 
-/* Makes batch `number` the next one.  Workers drop their batches; batches read ahead are discarded. */
+/* Makes batch `number` the next one.  Workers give up their batches, and batches that were read ahead are discarded. */
 static AMPI_COLD amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
     int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
@@ -29597,7 +29617,7 @@ AMP_API amp_result amp_loader_query(const amp_loader *l, amp_loader_desc *out) {
     return AMP_OK;
 }
 
-/* Everything that the meaning of a position depends on. */
+/* Collects the position, and everything that its meaning depends on. */
 static void ampi_loader_position(const amp_loader *l, int64_t values[AMPI_POSITION_COUNT]) {
     const amp_loader_desc *d = &l->desc;
     values[0] = l->consumed / l->batches; values[1] = l->consumed % l->batches;
@@ -29639,7 +29659,7 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
         return ampi_fail(AMP_ERR_MISMATCH, "amp_loader_load",
                          "\"%s\" was saved with .batch = %lld and .world = %lld, which must be 1 or more", key,
                          (long long)saved[4], (long long)saved[7]);
-    saved[4] *= saved[7];           /* the samples of a step: the number of ranks may change */
+    saved[4] *= saved[7];           /* compares the samples of a step, because the number of ranks may change */
     own[4] *= own[7];
     saved[7] = own[7];
     for (i = 2; i < AMPI_POSITION_COUNT; i++)
@@ -29656,9 +29676,9 @@ AMP_API AMPI_COLD amp_result amp_loader_load(amp_loader *l, const amp_state *sta
 /* ==== 14 >>watch: implementation ==== */
 
 #if !defined(AMP_NO_WATCH)
-/* A step as the program reported it and as measured; kept until the step's result is due. */
+/* The data of a step that were reported by the program or measured.  A note is kept until the step's record is made. */
 typedef struct ampi_note {
-    int64_t number;                 /* the optimizer's number of this step; 0: void, the optimizer was restored */
+    int64_t number;                 /* the optimizer's number of this step; 0: the step was undone, and has no result */
     int64_t epoch, tokens;
     double loss, phase_seconds[AMP_PHASES];
     amp_dtype dtype;
@@ -29668,13 +29688,13 @@ typedef struct ampi_note {
 
 /* The moment from which time counts towards a phase of a step. */
 typedef struct ampi_mark {
-    void *event;                    /* the device's; NULL where the host's clock measures */
+    void *event;                    /* on the device; NULL if the CPU's clock measures */
     int64_t ns;
     int64_t step;
     amp_phase phase;
 } ampi_mark;
 
-/* Sums of epochs. */
+/* Sums over the steps of one or several epochs. */
 typedef struct ampi_tally {
     int64_t epochs, steps, skipped, anomalies, tokens, peak;
     int64_t losses, dtypes[AMPI_DTYPES];
@@ -29688,23 +29708,23 @@ struct amp_monitor {
     ampi_object object;
     amp_context *amp;
     amp_monitor_desc desc;          /* effective */
-    char *text; int64_t text_bytes; /* of desc.path */
+    char *text; int64_t text_bytes; /* the copy that desc.path points to */
     intptr_t file; int open;
-    /* bytes of lines not yet written, their offset in the file, lines there was no room for */
+    /* lines not yet written: their bytes, and their offset in the file; lost: lines for which there was no room */
     char *lines; int64_t kept, offset, lost;
     ampi_note notes[AMPI_NOTES];     /* of the steps since `taken` and the current one */
     int64_t steps, taken;           /* calls of amp_monitor_step; those whose notes are no longer needed */
-    int64_t last;                   /* the optimizer's steps at the last of them */
+    int64_t last;                   /* the optimizer's `sent` at the last of them */
     ampi_mark *marks; int64_t first_mark, n_marks, mark_capacity;   /* a ring; the capacity is a power of two */
-    int32_t begun;                  /* 1: a phase or a step of this epoch was seen */
+    int32_t begun;                  /* 1: a phase or a step of this epoch was reported */
     int32_t in_range, warned;       /* 1: a profiler's range is open; the memory warning was given */
     amp_step_record records[AMP_STEP_RESULTS]; int64_t first_record, n_records;
-    ampi_tally epoch, mixed, full;
+    ampi_tally epoch, mixed, full;  /* this epoch; the epochs before in mixed precision, and in full */
     int64_t epochs;                 /* number of the current one */
 };
 #endif /* AMP_NO_WATCH */
 
-/* ---- Settings: one table of keys serves setting, reading, checking and writing. */
+/* ---- Settings.  One table of keys is used to set, read, check and write them. */
 
 static const ampi_word ampi_switch_words[] = {
     {"true", 1}, {"false", 0}, {"on", 1}, {"off", 0}, {"yes", 1}, {"no", 0}, {"1", 1}, {"0", 0}, {NULL, 0}};
@@ -29731,7 +29751,7 @@ static const ampi_word ampi_action_words[] = {
 static const ampi_word ampi_io_words[] = {
     {"false", AMP_IO_NONE}, {"true", AMP_IO_REGION}, {"fp32", AMP_IO_F32}, {"off", AMP_IO_NONE}, {"on", AMP_IO_REGION},
      {NULL, 0}};
-static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and its kin */
+static const ampi_word ampi_none_words[] = {{"none", -1}, {NULL, 0}};          /* AMP_NO_FLOOR and the like */
 static const ampi_word ampi_clip_words[] = {{"none", 0}, {NULL, 0}};
 static const ampi_word ampi_threads_words[] = {{"all", 0}, {NULL, 0}};
 static const ampi_word ampi_text_words[] = {{"none", 0}, {NULL, 0}};
@@ -29803,7 +29823,7 @@ static const ampi_field ampi_setting_table[] = {
 };
 enum { AMPI_SETTINGS = sizeof ampi_setting_table / sizeof ampi_setting_table[0] };
 
-/* Word i of a key and its value, or NULL. */
+/* Returns word i of a key, and sets *value to what it means.  Returns NULL if the key has fewer words. */
 static const char *ampi_setting_word(const ampi_field *k, int i, double *value) {
     *value = i;
     if (k->type == AMPI_PRESET) return i < AMPI_PRESETS ? ampi_presets[i].name : NULL;
@@ -29816,14 +29836,14 @@ static const char *ampi_setting_word(const ampi_field *k, int i, double *value) 
     return k->words[i].word;
 }
 
-/* 1: the n bytes of text are the word, in either case. */
+/* Returns 1 if the n bytes of text are the word, in upper or lower case. */
 static int ampi_same_word(const char *word, const char *text, size_t n) {
     size_t i;
     for (i = 0; i < n && word[i] != 0; i++) if (ampi_lower(word[i]) != ampi_lower(text[i])) return 0;
     return i == n && word[i] == 0;
 }
 
-/* A value as written in a file. */
+/* Writes a value as it stands in a file of settings. */
 static void ampi_setting_text(const ampi_field *k, double value, char out[64]) {
     const char *word;
     double of;
@@ -29850,7 +29870,7 @@ static const ampi_field ampi_monitor_fields[] = {
     {AMPI_OF_MONITOR(epoch, AMPI_I64), NULL, 0, 0, AMPI_DBL_MAX, "0 or more"}
 };
 
-/* What a key takes, in words. */
+/* Describes the values that a key may have. */
 static AMPI_COLD void ampi_setting_allowed(const ampi_field *k, char *out, size_t size) {
     const char *word;
     double of;
@@ -29881,10 +29901,10 @@ static int ampi_setting_parse(const ampi_field *k, const char *text, size_t n, d
 typedef struct ampi_origin {
     const char *function, *name;    /* name: the file, or NULL */
     int64_t line;
-    int environment;                /* 1: keys are named as variables */
+    int environment;                /* 1: keys are named like the variables of the environment */
 } ampi_origin;
 
-/* "max.conf: line 3: .dtype", "AMP_DTYPE" */
+/* Names a key and its source, such as "max.conf: line 3: .dtype" or "AMP_DTYPE". */
 static const char *ampi_origin_text(const ampi_origin *from, const char *key, size_t n, char out[256]) {
     ampi_sheet t = ampi_sheet_of(out, 256);
     size_t i;
@@ -29917,7 +29937,7 @@ static amp_result ampi_setting_unknown(const ampi_origin *from, const char *key,
                      from->name ? strrchr(nearest, '.') : nearest);
 }
 
-/* The macro that left out all that reads this value, or NULL. */
+/* Returns the name of the macro that left out all code that reads this value, or NULL if some code reads it. */
 static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     if (value == 0) return NULL;
 #if defined(AMP_NO_CARE)
@@ -29937,11 +29957,11 @@ static const char *ampi_setting_left_out(const ampi_field *k, double value) {
     return NULL;
 }
 
-/* How many entries a text has; -1: it is not of its kind. */
+/* Returns the number of entries in a text of layers or of rates, or -1 if the text is not valid. */
 static int64_t ampi_setting_count(const ampi_field *k, const char *text) {
     return k->offset == AMPI_AT(layers) ? ampi_layers_count(text) : ampi_rates_count(text);
 }
-/* Takes a text; 0: it is not of its kind, or too long. */
+/* Sets the field of a key to a text.  Returns 0 if the text has no entries, is not valid, or is too long. */
 static int ampi_setting_take(amp_settings *s, const ampi_field *k, const char *text, size_t n) {
     char copy[sizeof s->layers];
     if (n >= (size_t)k->high) return 0;
@@ -30003,7 +30023,7 @@ static void ampi_trim(const char **text, size_t *n) {
     while (*n > 0 && ((*text)[*n - 1] == ' ' || ((*text)[*n - 1] >= '\t' && (*text)[*n - 1] <= '\r'))) --*n;
 }
 
-/* One line; seen: the line where each key was set. */
+/* Reads one line of settings.  seen: for each key the line where it was set, or 0. */
 static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, const char *line, size_t n,
                                      int64_t seen[AMPI_SETTINGS]) {
     const char *comment = (const char *)memchr(line, '#', n), *equals, *value;
@@ -30031,7 +30051,7 @@ static amp_result ampi_settings_line(amp_settings *s, const ampi_origin *from, c
     return ampi_setting_set(s, from, k, value, rest);
 }
 
-/* Skips a leading byte order mark. */
+/* Reads settings from a text, which may begin with a byte order mark.  On failure nothing changes. */
 static AMPI_COLD amp_result ampi_settings_read(amp_settings *settings, const char *function, const char *name,
                                                const char *text, size_t bytes) {
     int64_t seen[AMPI_SETTINGS];
@@ -30104,7 +30124,7 @@ AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     return AMP_OK;
 }
 
-/* Replaces defaults by their values; the scaler's come from its preset. */
+/* Replaces each 0 that asks for a default by the default's value.  The defaults of the scaler come from its preset. */
 static amp_settings ampi_settings_effective(const amp_settings *settings) {
     amp_settings s = *settings;
     int i;
@@ -30142,7 +30162,7 @@ static amp_result ampi_settings_check_text(const char *f, const amp_settings *s,
     if (memchr(text, 0, (size_t)k->high) != NULL && ampi_setting_count(k, text) >= 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, f, ".%s = \"%.80s\", must be %s", k->key, text, k->range);
 }
-/* Checks each field by itself, as a program may have filled it. */
+/* Checks each field by itself, because a program may have set it to any value. */
 static AMPI_COLD amp_result ampi_settings_check_fields(const char *f, const amp_settings *s) {
     char allowed[160], shown[64];
     const char *left_out;
@@ -30217,7 +30237,7 @@ AMP_API amp_result amp_settings_check(const amp_settings *settings) {
     return ampi_settings_check(f, settings);
 }
 
-/* The scaler's desc for training with weights or regions in these dtypes. */
+/* Returns the scaler's desc for training with weights or regions in these dtypes. */
 static amp_scaler_desc ampi_settings_scaler(const amp_settings *s, amp_dtype dtype, amp_dtype regions) {
     amp_scaler_desc d = s->scaler;
     int automatic = s->use_scaler == AMP_SCALER_USE_DEFAULT || s->use_scaler == AMP_SCALER_USE_AUTO;
@@ -30233,7 +30253,7 @@ static void ampi_settings_copy(const amp_settings *s, const ampi_field *rows, si
             ampi_field_put(desc, k, ampi_field_get(s, from));
 }
 
-/* For contexts not yet open and for running ones. */
+/* Copies the settings that can be set before a context is opened, and also while it is open. */
 static void ampi_settings_fill_common(const amp_settings *s, amp_desc *d) {
     d->disable = s->disable != 0;
     d->memory_efficient = s->memory_efficient != 0;
@@ -30285,7 +30305,7 @@ AMP_API AMPI_COLD amp_result amp_settings_fill(const amp_settings *settings, con
     return AMP_OK;
 }
 
-/* 1: it concerns an optimizer, a monitor or a loader. */
+/* Returns 1 if a setting is for an optimizer, a monitor or a loader. */
 static int ampi_setting_is_of_others(const ampi_field *k) {
     return k->offset == AMPI_AT(nan_action) || (k->offset >= AMPI_AT(clip_norm) && k->offset != AMPI_AT(debug));
 }
@@ -30299,7 +30319,8 @@ static int ampi_env_is_empty(void) {
     return 1;
 }
 
-/* Names what the environment sets and nothing that was opened reads; the scaler's own settings if there is none. */
+/* Warns of settings in the environment that are for other objects than those that were opened, and of a loss scaler
+   that the settings ask for but that was not created. */
 static void ampi_env_unread(const amp_context *amp, const amp_settings *s, const amp_scaler_desc *scaling,
                             int has_scaler) {
     amp_settings none;
@@ -30329,7 +30350,7 @@ static AMPI_COLD amp_result ampi_open_env(amp_context **out, amp_scaler **scaler
     memset(&s, 0, sizeof s);
     memset(&desc, 0, sizeof desc);
     desc.gemm_always = 1;
-    AMPI_TRY(amp_settings_read_env(&s));           /* also refuses misspelt names of empty variables */
+    AMPI_TRY(amp_settings_read_env(&s));           /* refuses misspelt names, even of variables that are empty */
     if (!ampi_env_is_empty()) {
         AMPI_TRY(amp_settings_fill(&s, NULL, &desc, NULL, NULL, NULL));
         AMPI_TRY(amp_open_abi(&amp, &desc, AMPI_HEADERS));
@@ -30356,7 +30377,7 @@ AMP_API amp_result amp_settings_fill_loader(const amp_settings *settings, amp_lo
     return AMP_OK;
 }
 
-/* Refuses to change what an open context fixes; asked 0: the default. */
+/* Refuses to change a setting that cannot change after its object was created.  asked 0: no change is asked for. */
 static amp_result ampi_settings_fixed(const char *f, const char *key, int asked, int in_force) {
     const ampi_field *k = ampi_setting_find(key, strlen(key));
     char a[64], b[64];
@@ -30376,10 +30397,10 @@ static amp_result ampi_settings_rates(const char *f, const amp_settings *s, cons
                      "training: set them before amp_open", s->rates);
 }
 
-/* What settings change: the dtypes of the context and of its regions, and the scaler. */
+/* The results of settings for a context: its dtype, the dtype of its regions, and the desc of its scaler. */
 typedef struct ampi_settings_change { amp_choice choice, regions; amp_scaler_desc rule; } ampi_settings_change;
 
-/* Everything that amp_settings_apply may refuse. */
+/* Checks settings against the objects that they are to change, before anything changes. */
 static amp_result ampi_settings_may_apply(const char *f, const amp_settings *s, const amp_context *amp,
                                           const amp_scaler *scaler, const amp_optimizer *optimizer,
                                           ampi_settings_change *out) {
@@ -30480,7 +30501,7 @@ AMP_API amp_result amp_settings_apply(const amp_settings *settings, amp_context 
 #if !defined(AMP_NO_WATCH)
 /* ---- Status */
 
-/* JSON (RFC 8259): members of an object, by key. */
+/* These functions write the members of a JSON object (RFC 8259), by key. */
 static void ampi_json_key(ampi_sheet *s, const char *key) {
     ampi_print(s, "%s\"%s\": ", s->first ? "" : ", ", key);
     s->first = 0;
@@ -30500,7 +30521,7 @@ static void ampi_json_flag(ampi_sheet *s, const char *key, int flag) {
     ampi_json_key(s, key);
     ampi_print(s, flag ? "true" : "false");
 }
-/* Nine digits, enough for fp32, with a point in every locale. */
+/* Writes a number with nine digits, which are enough for fp32, and with a point in every locale. */
 static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     char digits[64], *end = digits;
     const char *p = digits;
@@ -30514,7 +30535,7 @@ static void ampi_json_number(ampi_sheet *s, const char *key, double value) {
     ampi_json_key(s, key);
     ampi_print(s, "%s", digits);
 }
-/* Bytes that are not UTF-8 become U+FFFD. */
+/* Writes a text.  Bytes that are not UTF-8 become U+FFFD. */
 static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     const unsigned char *p = (const unsigned char *)text;
     int n;
@@ -30529,7 +30550,7 @@ static void ampi_json_text(ampi_sheet *s, const char *key, const char *text) {
     }
     ampi_print(s, "\"");
 }
-/* Values that may be unknown. */
+/* These two write values that may be unknown: a count is unknown if it is not above 0, a reading if it is negative. */
 static void ampi_json_count(ampi_sheet *s, const char *key, int64_t value) {
     if (value > 0) ampi_json_integer(s, key, value);
     else ampi_json_null(s, key);
@@ -30539,12 +30560,12 @@ static void ampi_json_reading(ampi_sheet *s, const char *key, double value) {
     else ampi_json_null(s, key);
 }
 
-/* The share of the device's memory that the context holds; -1: unknown. */
+/* Returns the share of the device's memory that the context holds, or -1 if it is unknown. */
 static double ampi_memory_share(const amp_memory_info *m) {
     return m->device_total > 0 ? (double)AMPI_MAX(m->reserved, m->allocated) / (double)m->device_total : -1.0;
 }
 
-/* Checks *threshold and sets its default; 1 means never. */
+/* Checks *threshold, and sets its default if it is 0.  At a threshold of 1 there is never a warning. */
 static amp_result ampi_memory_threshold(const char *function, double *threshold) {
     if (!ampi_is_given(*threshold)) *threshold = 0.9;
     return ampi_check_real(function, "memory_warning", *threshold,
@@ -30605,13 +30626,13 @@ AMP_API amp_result amp_status_get(const amp_context *amp, const amp_scaler *scal
     return ampi_as("amp_status_get", ampi_status_get(amp, scaler, memory_warning, out));
 }
 
-/* The word of a value; "?" if it has none. */
+/* Returns the word of a value, or "?" if it has none. */
 static const char *ampi_word_of(const ampi_word *words, int value) {
     while (words->word != NULL && words->value != value) words++;
     return words->word ? words->word : "?";
 }
 
-/* Bytes with their unit. */
+/* Prints a number of bytes with a suitable unit. */
 static void ampi_print_bytes(ampi_sheet *s, const char *before, int64_t bytes, int known) {
     static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
     double value = (double)bytes;
@@ -30812,10 +30833,11 @@ AMP_API void amp_profile_pop(amp_context *amp) {
     if (backend->profile_pop != NULL) (backend->profile_pop)(dev);
 }
 
-/* ---- Monitor.  A step's record waits for its result, and for the events that measure it; lines wait for room
-   on disk. */
+/* ---- Monitor.  A step's record is made when the step's result and the events that measure it are complete.  Lines
+   that cannot be written are kept in memory, and written later. */
 
-/* Skips one JSON value (RFC 8259) on a single line; returns the text after it, or NULL. */
+/* These functions skip parts of a JSON value (RFC 8259) on a single line.  They return the text after the part, or NULL
+   if it is not valid. */
 static const char *ampi_json_blank(const char *p) { while (*p == ' ' || *p == '\t') p++; return p; }
 static const char *ampi_json_digits(const char *p) {
     if (*p < '0' || *p > '9') return NULL;
@@ -30874,7 +30896,7 @@ static int ampi_json_is_object(const char *p) {
 
 /* ---- The file */
 
-/* Writes the kept lines, continuing where the last write ended, even within a line. */
+/* Writes the kept lines.  It continues where the last write ended, which may be within a line. */
 static AMPI_COLD amp_result ampi_lines_write(amp_monitor *m, const char *function) {
     const amp_system *s = ampi_context_system(m->amp);
     int64_t done = 0, n = 1;
@@ -30894,7 +30916,7 @@ static AMPI_COLD amp_result ampi_lines_write(amp_monitor *m, const char *functio
                      (long long)m->kept, (long long)m->lost);
 }
 
-/* A sheet for one more line after the kept ones. */
+/* Returns a sheet for one more line after the kept ones. */
 static ampi_sheet ampi_line_scratch(const amp_monitor *m) {
     return ampi_sheet_of(m->lines + m->kept, (size_t)(AMPI_LINE_BYTES - m->kept));
 }
@@ -30929,7 +30951,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
     n = ampi_file_size(s, m->file);
-    if (n == -ESPIPE) n = 0;                    /* a device */
+    if (n == -ESPIPE) n = 0;                    /* a device has no size */
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
     if (n < 0 || (m->offset > 0 && n == 0))
@@ -30944,7 +30966,7 @@ static amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     int error;
     AMPI_TRY(ampi_lines_write(m, function));
     error = m->open ? ampi_file_sync(s, m->file) : 0;
-    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* not a file that can be synced */
+    if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* such a file cannot be synced */
     return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
 }
 
@@ -30954,7 +30976,8 @@ static ampi_mark *ampi_mark_at(const amp_monitor *m, int64_t i) {
     return &m->marks[(m->first_mark + i) & (m->mark_capacity - 1)];
 }
 
-/* Doubles the capacity, with an event in each place.  The ring starts again at 0; unused places move too. */
+/* Doubles the capacity of the ring, and on a device creates an event for each new place.  The ring then starts at 0.
+   Unused places are copied too, because they have events. */
 static amp_result ampi_marks_grow(amp_monitor *m) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -30972,7 +30995,8 @@ static amp_result ampi_marks_grow(amp_monitor *m) {
     return AMP_OK;
 }
 
-/* Takes the measurements that are done; wait 1: waits for all of steps before `until`. */
+/* Adds the measurements that are complete to the notes of their steps.  wait 1: waits for all measurements of steps
+   before `until`. */
 static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     void *dev, *stream;
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
@@ -30991,7 +31015,7 @@ static amp_result ampi_marks_settle(amp_monitor *m, int64_t until, int wait) {
     return AMP_OK;
 }
 
-/* From now on, time counts towards this phase of the current step. */
+/* Begins a phase of the current step.  The time until the next mark counts towards it. */
 static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     const amp_system *s = ampi_context_system(m->amp);
     void *dev, *stream;
@@ -31008,7 +31032,7 @@ static amp_result ampi_mark_now(amp_monitor *m, amp_phase phase) {
     return AMP_OK;
 }
 
-/* Restarts the time with an epoch's first phase. */
+/* Drops the marks so far, and begins the first phase of an epoch. */
 static amp_result ampi_time_begin(amp_monitor *m) {
     m->n_marks = 0;
     m->begun = 0;
@@ -31122,7 +31146,7 @@ static void ampi_tally_step(ampi_tally *t, const amp_step_record *r) {
     t->loss += r->loss;
 }
 
-/* Makes a step's record from its result. */
+/* Makes a step's record from its note and its result. */
 static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_step_result *outcome) {
     int64_t interval = m->desc.log_interval;
     amp_step_record *r;
@@ -31150,21 +31174,21 @@ static void ampi_record_add(amp_monitor *m, const ampi_note *note, const amp_ste
     ampi_step_line(m, r, note->read);
 }
 
-/* The oldest note of this number, or NULL. */
+/* Returns the oldest note with this number, or NULL.  *step is the place of that step among the monitor's. */
 static const ampi_note *ampi_note_find(const amp_monitor *m, int64_t number, int64_t *step) {
     for (*step = m->taken; *step < m->steps; (*step)++)
         if (m->notes[*step % AMPI_NOTES].number == number) return &m->notes[*step % AMPI_NOTES];
     return NULL;
 }
 
-/* 1: result `number`, the next one due, and its step's times are available. */
+/* Returns 1 if result `number`, which is the next one due, and the times of its step are available. */
 static int ampi_record_here(amp_monitor *m, int64_t number) {
     int64_t step;
     if (!ampi_result_here(m->desc.optimizer, number)) return 0;
     return ampi_note_find(m, number, &step) == NULL || ampi_mark_at(m, 0)->step > step;
 }
 
-/* Makes records of the due results; wait 0: only of available ones. */
+/* Makes records of the results that are due.  wait 0: only of those that are available. */
 static amp_result ampi_records_take(amp_monitor *m, int wait) {
     amp_optimizer *o = m->desc.optimizer;
     const ampi_note *note;
@@ -31173,8 +31197,8 @@ static amp_result ampi_records_take(amp_monitor *m, int wait) {
     AMPI_TRY(ampi_marks_settle(m, 0, 0));
     while ((number = ampi_result_due(o)) != 0 && (wait || ampi_record_here(m, number))) {
         note = ampi_note_find(m, number, &step);
-        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result is here too */
-        if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* says why */
+        if (note != NULL) AMPI_TRY(ampi_marks_settle(m, step + 1, 1));     /* then the result is available too */
+        if (!amp_step_result_next(o, &outcome)) return ampi_wait(m->amp);      /* this returns the error */
         if (note == NULL) continue;
         ampi_record_add(m, note, &outcome);
         m->taken = step + 1;
@@ -31201,7 +31225,8 @@ static amp_result ampi_monitor_memory(amp_monitor *m, ampi_note *note) {
 
 static int ampi_interval_ends(int64_t interval, int64_t number) { return interval > 0 && number % interval == 0; }
 
-/* What rounding did to each tensor in fp8. */
+/* Writes a line for each tensor that was rounded to fp8.  It has the shares that saturated, underflowed and were not
+   finite. */
 static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
     amp_k_fp8_slot slots[3];
     const char *name = "";
@@ -31227,7 +31252,8 @@ static amp_result ampi_fp8_lines(amp_monitor *m, int64_t step) {
     return AMP_OK;
 }
 
-/* Fills the note of the ending step.  Notes from before the optimizer was restored no longer have a result. */
+/* Fills the note of the step that ends.  If the optimizer was restored, notes of undone steps have the same number or
+   higher ones.  These steps have no result any more. */
 static amp_result ampi_note_fill(amp_monitor *m, const amp_step_info *info) {
     ampi_note *note = &m->notes[m->steps % AMPI_NOTES];
     const amp_desc *d = ampi_settings(m->amp);
@@ -31274,7 +31300,7 @@ AMP_API amp_result amp_monitor_step(amp_monitor *monitor, const amp_step_info *i
 AMP_API int32_t amp_monitor_next(amp_monitor *monitor, amp_step_record *out) {
     amp_monitor *m = monitor;
     if (m == NULL || out == NULL || ampi_is_stopped(&m->object)) return 0;
-    /* a failure here recurs in the next step, or its line is kept */
+    /* a failure here is not lost, because it recurs in the next step, or its line is kept */
     if (!ampi_is_stopped(&m->desc.optimizer->object)) (void)ampi_records_take(m, 1);
     (void)ampi_lines_write(m, "amp_monitor_next");
     if (m->n_records == 0) return 0;
@@ -31522,15 +31548,15 @@ struct amp_tensor_stats {
     ampi_object object;
     amp_context *amp;
     amp_tensor_stats_desc desc;         /* effective */
-    int64_t n, gradients, weights;  /* rows: gradients, weights, ranges */
+    int64_t n, gradients, weights;  /* n rows: first those of gradients, then of weights, then of ranges */
     amp_k_tensor *table, *on_device;
     amp_k_inspected *found, *found_on_device;
     amp_k_grad_stats *sums, *sums_on_device;
     amp_param **params;             /* of the gradients */
     amp_tensor_stats_row *rows;
-    const char **names; char *text; int64_t text_bytes;     /* of ranges, copied */
+    const char **names; char *text; int64_t text_bytes;     /* copies of the names of ranges */
     int64_t calls;
-    amp_tensor_stats_report report;     /* of the last time */
+    amp_tensor_stats_report report;     /* of the last call; its rows are those of the last call that measured */
 };
 
 static void ampi_tensor_stats_stop(ampi_object *object) {
@@ -31670,7 +31696,7 @@ static amp_result ampi_tensor_stats_look(amp_tensor_stats *m) {
     AMPI_TRY((backend->inspect)(dev, &args, stream));
     AMPI_TRY(amp_fill(m->amp, m->sums_on_device, 0, m->n * (int64_t)sizeof *m->sums));
     memset(&sum, 0, sizeof sum);
-    for (i = 0; i < m->n; i++) {                /* a check of one tensor each: its sum of squares */
+    for (i = 0; i < m->n; i++) {                /* checks each tensor by itself, to get its sum of squares */
         sum.table = m->on_device + i;
         sum.tensors = 1;
         sum.found = m->sums_on_device + i;
@@ -31697,10 +31723,10 @@ static void ampi_tensor_stats_shares(const amp_tensor_stats *m, int64_t i, float
     row->zero = row->count > 0 ? (double)(row->count - k->nonzero) / (double)row->count : 0;
 }
 
-/* ---- The recommendation: see amp_recommendation */
+/* ---- The recommendation, which amp_recommendation describes */
 
 typedef struct ampi_fitting {
-    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradients; look: another bad tensor */
+    const amp_tensor_stats_row *over, *under, *bad, *look;      /* the worst gradients; look: a bad other tensor */
     const amp_tensor_stats_row *wide;   /* the other tensor that overflows most; NULL: none */
     double largest;                 /* of the gradients, infinite ones counted as twice the format's largest */
     /* gradients, and those that do not fit; the same for other tensors */
@@ -31708,12 +31734,12 @@ typedef struct ampi_fitting {
     float scale, floor, ceiling, wanted;
 } ampi_fitting;
 
-/* The largest power of two at or below a positive normal number. */
+/* Returns the largest power of two at or below a positive normal number. */
 static double ampi_power_below(double x) { return ampi_f64_of_bits(ampi_bits_f64(x) >> 52 << 52); }
 
-/* Why AMP_UNDERFLOW_SHARE is 1%: the smallest values underflow first, so 1% of them is less than 1% of the sum of
-   magnitudes, an error of the order of bf16's roundoff (0.4%); networks trained with 5% of their gradient values lost,
-   but not with 31% (Micikevicius et al. 2018). */
+/* Judges a gradient.  AMP_UNDERFLOW_SHARE is 1% because the smallest values underflow first.  1% of the values then is
+   less than 1% of the sum of magnitudes, and this error is of the order of bf16's roundoff (0.4%).  Networks trained
+   with 5% of their gradient values lost, but not with 31% (Micikevicius et al. 2018). */
 static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     double top = row->infinite > 0 ? 2 * ampi_largest_of(m->desc.dtype) : (double)row->largest;
     if (row->count == 0) return;
@@ -31726,7 +31752,8 @@ static void ampi_fit_gradient(const amp_tensor_stats *m, const amp_tensor_stats_
     f->misfits += row->overflow > 0 || row->nan > 0 || row->underflow > AMP_UNDERFLOW_SHARE;
 }
 
-/* Infinities stored in fp32 or bf16 are not due to a narrower format. */
+/* Judges a tensor that is not a gradient.  If it is stored in fp32 or bf16, its infinities are not due to a narrower
+   format. */
 static void ampi_fit_other(const amp_tensor_stats *m, const amp_tensor_stats_row *row, ampi_fitting *f) {
     amp_dtype dtype = m->table[row - m->rows].grad_dtype;
     if (row->count == 0) return;
@@ -31750,7 +31777,7 @@ static amp_result ampi_fit_scale(const amp_tensor_stats *m, ampi_fitting *f) {
     return AMP_OK;
 }
 
-/* The power of two that leaves two bits above the largest gradient. */
+/* Returns the scale, a power of two, that leaves two bits above the largest gradient. */
 static float ampi_wanted_scale(const amp_tensor_stats *m, const ampi_fitting *f) {
     double wanted = (double)f->scale * ampi_largest_of(m->desc.dtype) / 4 / f->largest;
     if (!(f->largest > 0)) return f->scale;
@@ -31769,7 +31796,8 @@ static AMPI_PRINTF(4, 5) void ampi_recommend_is(amp_tensor_stats_report *r, amp_
     r->worst = worst ? worst->name : NULL;
 }
 
-/* `worst` fits at no scale, like `few` of `all` tensors. */
+/* `worst` and in all `few` of `all` tensors fit at no scale.  Recommends fp32 for their layers if these are few, and
+   bf16 otherwise. */
 static void ampi_recommend_format(amp_tensor_stats *m, const amp_tensor_stats_row *worst, int64_t few, int64_t all) {
     const char *format = amp_dtype_name(m->desc.dtype), *what = worst->overflow > 0 ? "overflow" : "underflow";
     double share = 100 * (worst->overflow > 0 ? worst->overflow : worst->underflow);
@@ -31907,28 +31935,29 @@ AMP_API const amp_tensor_stats_row *amp_tensor_stats_find(const amp_tensor_stats
 /* ==== 15 >>care: implementation ==== */
 
 #if !defined(AMP_NO_CARE)
-/* ---- Snapshots: everything that training changes, copied to the host and restored bit for bit, any number of times.
-   Restoring allocates nothing, so it works after a step ran out of memory. */
+/* ---- Snapshots.  A snapshot is a copy of everything that training changes, in CPU memory.  It can be restored bit for
+   bit, any number of times.  Restoring allocates nothing, so it works after a step ran out of memory. */
 
 typedef struct ampi_snapshot_desc {
     amp_param *params; int64_t n_params;
-    amp_optimizer *optimizer;       /* optimizer, scaler and loader; each may be NULL */
+    amp_optimizer *optimizer;       /* optimizer, scaler and loader may be NULL; rewinding needs an optimizer */
     amp_scaler *scaler;
     amp_loader *loader;
-    /* 1: for ampi_snapshot_restore, with settings and all gradients; 0: for ampi_snapshot_rewind */
+    /* 1: the snapshot is for ampi_snapshot_restore, and has the settings and all gradients; 0: it is for
+       ampi_snapshot_rewind */
     int settings;
 } ampi_snapshot_desc;
 
-/* device memory and its copy on the host */
+/* Memory that training changes, and its copy in CPU memory. */
 typedef struct ampi_kept { void *data, *copy; size_t bytes; } ampi_kept;
 
 typedef struct ampi_snapshot ampi_snapshot;
 struct ampi_snapshot {
-    ampi_growth growth;             /* first */
-    ampi_snapshot *more;            /* of rows that have come since, which changed nothing before */
+    ampi_growth growth;             /* must be the first member, because ampi_snapshot_grown casts it to the snapshot */
+    ampi_snapshot *more;            /* a list of snapshots of the rows that the optimizer has got since */
     amp_context *amp;
     ampi_snapshot_desc desc;
-    /* the desc's and the optimizer's other ones */
+    /* the parameters of the desc, and those of the optimizer that are not among them */
     amp_param **params, *param_copies; int64_t n_params, capacity;
     ampi_kept *kept; int64_t n_kept, kept_capacity;
     ampi_fp8_kept *fp8;
@@ -31936,7 +31965,7 @@ struct ampi_snapshot {
     amp_scaler scaler; amp_k_scaler scale;
     ampi_precision precision;
     uint64_t seed;
-    int64_t position;               /* of the loader: batches taken */
+    int64_t position;               /* of the loader: the number of batches taken */
 };
 
 static AMPI_COLD void ampi_snapshot_destroy(ampi_snapshot *k) {
@@ -31990,7 +32019,7 @@ static void ampi_snapshot_optimizer(ampi_snapshot *k, amp_optimizer *o) {
     ampi_snapshot_memory(k, o->set->found, (int64_t)sizeof *o->set->found);
 }
 
-/* to_host 1: from the device; 0: back. */
+/* Copies all memory of the snapshot.  to_host 1: to its copies; 0: back from them. */
 static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) {
@@ -32001,14 +32030,15 @@ static amp_result ampi_snapshot_copy(const ampi_snapshot *k, int to_host) {
     return ampi_wait(k->amp);
 }
 
-/* The copy of device memory, or NULL. */
+/* Returns the copy of this memory, or NULL if the snapshot has none. */
 static const void *ampi_snapshot_of(const ampi_snapshot *k, const void *data) {
     int64_t i;
     for (i = 0; i < k->n_kept; i++) if (k->kept[i].data == data) return k->kept[i].copy;
     return NULL;
 }
 
-/* With settings, only between two steps: a check without its update would be lost. */
+/* Checks that a snapshot may be taken now.  With settings it may be taken only between two steps, because a check of
+   gradients whose update is still due would be lost. */
 static amp_result ampi_snapshot_check(const char *function, const amp_context *amp, const ampi_snapshot_desc *d) {
     const amp_optimizer *o = d->optimizer;
     const amp_scaler *s = d->scaler;
@@ -32028,7 +32058,7 @@ static amp_result ampi_snapshot_check(const char *function, const amp_context *a
     return d->settings ? ampi_check_all_known(amp, function, d->params, d->n_params) : AMP_OK;
 }
 
-/* Room for n parameters, and rows of an optimizer. */
+/* Allocates room for n parameters, and for rows of an optimizer. */
 static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int64_t n, int64_t rows) {
     const amp_system *s = ampi_context_system(k->amp);
     k->capacity = n + rows;
@@ -32037,18 +32067,20 @@ static amp_result ampi_snapshot_room(ampi_snapshot *k, const char *function, int
     AMPI_TRY(ampi_alloc(s, function, (void **)&k->param_copies, k->capacity, sizeof *k->param_copies));
     return ampi_alloc(s, function, (void **)&k->kept, k->kept_capacity, sizeof *k->kept);
 }
-/* Copies what was noted to the host. */
+/* Allocates the copies of all memory of the snapshot, and fills them. */
 static amp_result ampi_snapshot_take(ampi_snapshot *k, const char *function) {
     const amp_system *s = ampi_context_system(k->amp);
     int64_t i;
-    for (i = 0; i < k->n_kept; i++) {           /* without ampi_alloc's zeros */
+    for (i = 0; i < k->n_kept; i++) {           /* not by ampi_alloc, which would also set the memory to 0 */
         k->kept[i].copy = ampi_memory_take(s, k->kept[i].bytes, 64);
         if (k->kept[i].copy == NULL)
             return ampi_fail(AMP_ERR_MEMORY, function, "%zu bytes of host memory", k->kept[i].bytes);
     }
     return ampi_snapshot_copy(k, 1);
 }
-/* New rows: they and their weights are still as they were when the snapshot was taken. */
+/* Called when the optimizer gets new rows, and takes a snapshot of them.  The new rows and their weights are still as
+   they were when the first snapshot was taken.  rows NULL: drops the last of these snapshots, because there will be no
+   new rows after all. */
 static amp_result ampi_snapshot_grown(ampi_growth *growth, const char *function, const amp_grad_set *rows,
                                       const int64_t *which) {
     ampi_snapshot *k = (ampi_snapshot *)(void *)growth, *more;
@@ -32096,7 +32128,7 @@ static amp_result ampi_snapshot_fill(ampi_snapshot *k, const char *function) {
     return amp_scaler_get(k->desc.scaler, &k->scale);
 }
 
-/* On failure nothing was taken. */
+/* Takes a snapshot.  On failure *out is not set. */
 static AMPI_COLD amp_result ampi_snapshot_create(amp_context *amp, const char *function,
                                                  const ampi_snapshot_desc *desc, ampi_snapshot **out) {
     ampi_snapshot *k;
@@ -32113,7 +32145,7 @@ static AMPI_COLD amp_result ampi_snapshot_create(amp_context *amp, const char *f
     return AMP_OK;
 }
 
-/* Restores everything. */
+/* Restores everything, including the settings. */
 static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_scaler *s = k->desc.scaler;
@@ -32144,7 +32176,7 @@ static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
     return r;
 }
 
-/* Leaves alone a scaler turned on or off since. */
+/* Restores a scaler, unless it was turned on or off since the snapshot was taken. */
 static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler *s) {
     amp_scaler_desc d = k->scaler.desc;
     if (d.disable) return AMP_OK;
@@ -32157,7 +32189,7 @@ static amp_result ampi_snapshot_rewind_scaler(const ampi_snapshot *k, amp_scaler
     return ampi_send(k->amp, s->device, &k->scale, sizeof k->scale);
 }
 
-/* Restores training, keeping the current settings. */
+/* Restores training, and keeps the current settings. */
 static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
     amp_optimizer *o = k->desc.optimizer;
     amp_loader *l = k->desc.loader;
@@ -32185,7 +32217,7 @@ static amp_result ampi_snapshot_rewind(ampi_snapshot *k) {
 
 /* ---- Verify */
 
-#define AMPI_VERIFY_DRAWS 2         /* random changes of each size */
+#define AMPI_VERIFY_DRAWS 2         /* runs with random changes, for each size of change */
 #define AMPI_VERIFY_STAGE 65536     /* elements compared at a time */
 
 typedef struct ampi_verify_tensor {
@@ -32194,9 +32226,9 @@ typedef struct ampi_verify_tensor {
     amp_dtype dtype;
     int32_t gradient, bad;          /* bad 1: the last run left something infinite or NaN */
     int64_t count, at;              /* at: its offset in the reference */
-    double norm;                    /* what errors are relative to */
-    double difference;              /* sum of squares: the last run less the reference */
-    /* the same summed over draws, with changes by the candidate's and by fp32's roundoff */
+    double norm;                    /* errors are relative to it */
+    double difference;              /* the sum of squares of the last run minus the reference */
+    /* such sums of squares over all draws, with weights changed by the candidate's roundoff and by fp32's */
     double noise, noise32;
 } ampi_verify_tensor;
 
@@ -32206,16 +32238,17 @@ typedef struct ampi_verifier {
     ampi_snapshot *before;
     ampi_verify_tensor *tensors; int64_t n, n_capacity;
     char *reference; int64_t bytes;
-    char *stage;                    /* 8 bytes for each element */
-    float scale, own_scale;         /* the loss scale of all runs (0: the scaler's own); the scaler's own */
+    char *stage;                    /* room for AMPI_VERIFY_STAGE elements of up to 8 bytes */
+    float scale, own_scale;         /* the loss scale of all runs, or 0 for that of the scaler; that of the scaler */
     double allowance, seconds;
-    int code;                       /* what the step returned last */
-    char why[160];                  /* and its error text, or "" */
+    int code;                       /* the step's last return code */
+    char why[160];                  /* the error text of that step, or "" */
 } ampi_verifier;
 
 /* ---- Changing weights by random amounts up to one roundoff */
 
-/* x (1 + u xi), xi uniform from -1 to 1, changed by up to `tiny` if that is more; zeros stay. */
+/* Changes each x to x (1 + u xi), with xi uniform from -1 to 1.  If u |x| is below `tiny`, x changes by up to `tiny`
+   instead.  Zeros do not change. */
 static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -32225,7 +32258,8 @@ static void ampi_perturb_f32(float *x, int64_t n, double u, double tiny, const u
     }
 }
 
-/* 16-bit weights cannot change by less than their spacing: they change by that, rarely enough for the same variance. */
+/* Changes 16-bit weights.  They cannot change by less than their spacing.  So they change by the spacing, but rarely
+   enough that the variance is the same. */
 static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u, const uint32_t *random) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -32240,7 +32274,8 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* Sets all weights to changed copies of the saved ones; fp16's subnormals change by up to half their spacing. */
+/* Sets all weights to changed copies of the saved ones.  For fp16, weights in fp32 change by at least up to half the
+   spacing of fp16's subnormals. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
     uint32_t random[AMPI_MULTI_BLOCK];
@@ -32269,7 +32304,8 @@ static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint
 
 /* ---- Runs */
 
-/* Restores everything, with zero gradients and the context in `dtype`; reference 1: without layer overrides. */
+/* Restores everything, sets the gradients to 0, and sets the context's dtype.  reference 1: without overrides of
+   layers, without tf32 and without a fallback. */
 static AMPI_COLD amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtype, int reference) {
     ampi_precision p = v->before->precision;
     int64_t i;
@@ -32294,8 +32330,8 @@ static AMPI_COLD amp_result ampi_verify_prepare(ampi_verifier *v, amp_dtype dtyp
     return AMP_OK;
 }
 
-/* Calls a user function, outside any region or, if asked, inside one of the context's dtype.  Clears the last-error
-   text first, closes regions it left open, and waits for the device. */
+/* Calls a function of the program.  region 0: outside any region; 1: inside one of the context's dtype.  Clears the
+   text of the last error first.  Afterwards it waits for the device, and closes regions that the function left open. */
 static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, int region) {
     int depth = ampi_regions_hide(amp), code = 0, out;
     ampi_error_text[0] = 0;
@@ -32311,16 +32347,17 @@ static int ampi_call_host(amp_context *amp, amp_step_function call, void *user, 
     return code;
 }
 
-/* ---- A forward on a tape as a step: begin, record, backward.  The loss is copied to where it can be compared. */
+/* ---- A step that records a forward on a tape: begin, record, backward.  The loss is copied out of the tape's memory,
+   so that it can be compared. */
 
 typedef struct ampi_taped {
     amp_record_function record;
     void *user;
     amp_tape *tape;
     amp_scaler *scaler;
-    float *numbers;                 /* device: the loss, and what gradcheck starts gradients from */
+    float *numbers;                 /* on the device: the loss, and the number that gradcheck starts gradients from */
     amp_range loss, seed;
-    amp_range *inputs; int64_t n;   /* of gradcheck: weights, then gradients */
+    amp_range *inputs; int64_t n;   /* for gradcheck: n ranges of weights, then n of gradients */
 } ampi_taped;
 
 static amp_value ampi_taped_record(ampi_taped *w) {
@@ -32366,7 +32403,8 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
     return range;
 }
 
-/* w: zeros; to be closed on failure too.  others: whether the desc has a step as well. */
+/* Opens *w, which must be all zeros.  The caller must close it even after a failure.  others 1: the desc has a step as
+   well, which is an error. */
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
@@ -32385,7 +32423,7 @@ static void ampi_taped_close(amp_context *amp, ampi_taped *w) {
     if (w->inputs != NULL) ampi_free(ampi_context_system(amp), w->inputs, 2 * w->n, sizeof *w->inputs);
 }
 
-/* The parameters of what is recorded; nothing runs. */
+/* Finds the parameters of the recorded operators.  The operators are only planned and do not run. */
 static AMPI_COLD amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_param **params, int64_t *n) {
     amp_context *amp = w->tape->object.amp;
     int depth = ampi_regions_hide(amp);
@@ -32397,7 +32435,7 @@ static AMPI_COLD amp_result ampi_taped_params(ampi_taped *w, const char *f, amp_
     return ampi_as(f, result);
 }
 
-/* Makes a desc without .record of one with it. */
+/* Changes a desc with .record to one with .step. */
 static amp_result ampi_taped_verify(amp_context *amp, const char *f, ampi_taped *w, amp_verify_desc *d) {
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->step != NULL));
     w->scaler = d->scaler;
@@ -32447,7 +32485,7 @@ static void ampi_verify_step(ampi_verifier *v) {
 
 static double ampi_square(double x) { return x * x; }
 
-/* Adds n elements to a tensor's difference; non-finite ones are marked and left out. */
+/* Adds n elements to a tensor's difference.  Elements that are not finite are left out, and mark the tensor as bad. */
 static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void *reference, int64_t n) {
     float a_scratch[AMPI_MULTI_BLOCK], b_scratch[AMPI_MULTI_BLOCK];
     amp_cpu_path path = ampi_cpu_best_path();
@@ -32474,10 +32512,10 @@ static void ampi_verify_compare(ampi_verify_tensor *t, const void *x, const void
     ampi_fp_end(host);
 }
 
-/* Compares the last run with the reference.  Returns the first tensor that is not finite on some rank, or NULL. */
+/* Compares the last run with the reference.  *bad is the first tensor that is not finite on some rank, or NULL. */
 static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **bad) {
     int64_t i, first, n;
-    double left = 0;                /* tensors from that one on */
+    double left = 0;                /* the number of tensors from the first bad one on */
     for (i = 0; i < v->n; i++) {
         ampi_verify_tensor *t = &v->tensors[i];
         int64_t size = (int64_t)amp_dtype_size(t->dtype);
@@ -32495,7 +32533,8 @@ static amp_result ampi_verify_look(ampi_verifier *v, const ampi_verify_tensor **
     return AMP_OK;
 }
 
-/* A gradient's norm is its layer's or, if that is 0, that of all gradients. */
+/* Returns 1 if two names are of tensors of the same layer.  The norm of a gradient is that of its layer or, if this is
+   0, that of all gradients. */
 static int ampi_same_layer(const char *a, const char *b) {
     const char *end = strrchr(a, '.');
     size_t n = end ? (size_t)(end - a) + 1 : strlen(a) + 1;
@@ -32517,7 +32556,8 @@ static void ampi_verify_norms(ampi_verifier *v) {
     }
 }
 
-/* The reference starts as zeros, so the first comparison gives norms. */
+/* Runs the step in fp32 and keeps the result as the reference.  The reference is still 0 when it is compared with the
+   result, so the differences are the norms. */
 static amp_result ampi_verify_reference(ampi_verifier *v) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -32539,11 +32579,12 @@ static amp_result ampi_verify_reference(ampi_verifier *v) {
     return AMP_OK;
 }
 
-/* The effect in fp32 of random weight changes by up to u.  The noise is taken to be at least
-       u times the norm, as every stored value is rounded at least once; and
-       the effect of changes by fp32's roundoff, times u over 4 of that roundoff: if a gradient is 0 but for rounding,
-       as attention's key bias's is, changed weights change nothing, and only fp32's rounding shows its size.  (fp32
-       rounds in every operation, a candidate only what it stores and multiplies: hence the quarter.) */
+/* Measures the effect in fp32 of random weight changes by up to u.  ampi_verify_errors takes the noise to be at least
+       u times the norm, because every stored value is rounded at least once; and
+       u / (4 u32) times the effect of changes by u32, which is fp32's roundoff.
+   The latter is for gradients that are 0 except for rounding, such as that of attention's key bias.  Changed weights do
+   not change them, so only fp32's rounding shows their size.  The 4 is there because fp32 rounds in every operation,
+   while a candidate rounds only the values that it stores and multiplies. */
 static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype) {
     const ampi_verify_tensor *bad;
     int64_t i;
@@ -32567,8 +32608,8 @@ static amp_result ampi_verify_noise(ampi_verifier *v, double u, amp_dtype dtype)
     return AMP_OK;
 }
 
-/* Finds the loss scale that the scaler would come down to: the largest at which fp16's gradients are finite (without
-   fp16: fp32's, which may be stored in fp16). */
+/* Finds the scale to which the scaler would shrink.  It is the largest one at which the gradients are finite when they
+   are computed in fp16.  If fp16 is not among the dtypes, they are computed in fp32, but may be stored in fp16. */
 static amp_result ampi_verify_scale(ampi_verifier *v) {
     amp_k_scaler_rule rule;
     amp_scaler *scaler = ampi_enabled(v->desc->scaler);
@@ -32630,7 +32671,7 @@ static void ampi_verify_advise(const ampi_verifier *v, amp_verify_row *row) {
     else snprintf(to, sizeof row->advice, "good");
 }
 
-/* Errors and bounds of the worst output and the worst gradient. */
+/* Finds the errors and bounds of the worst output and of the worst gradient. */
 static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     double u = ampi_roundoff(row->dtype), u_f32 = ampi_roundoff(AMP_F32), worst[2] = {-1, -1};
     int64_t i;
@@ -32649,7 +32690,7 @@ static void ampi_verify_errors(const ampi_verifier *v, amp_verify_row *row) {
     }
 }
 
-/* Larger for a worse row. */
+/* Returns a number that is larger for a worse row. */
 static double ampi_verify_key(const amp_verify_row *row) {
     double over = AMPI_MAX(ampi_over_bound(row->output_error, row->output_bound),
                            ampi_over_bound(row->gradient_error, row->gradient_bound));
@@ -32711,7 +32752,7 @@ static amp_result ampi_verify_check(const amp_context *amp, const amp_verify_des
     return ampi_check_params(f, d->params, d->n_params, &ignored);
 }
 
-/* Without a list: the device's dtypes. */
+/* If the desc has no dtypes, sets them to those of the device, except fp32 and an fp8 that is only emulated. */
 static void ampi_verify_dtypes(const amp_context *amp, amp_verify_desc *d, amp_dtype dtypes[AMPI_COMPUTE_DTYPES]) {
     amp_machine machine;
     amp_choice choice;
@@ -32736,7 +32777,7 @@ static void ampi_verify_add(ampi_verifier *v, const char *name, int gradient, vo
     v->bytes += (count * (int64_t)amp_dtype_size(dtype) + 7) / 8 * 8;
 }
 
-/* Saves all that the user's step may change, for amp_verify and amp_tune. */
+/* Saves everything that the program's step may change, for amp_verify and amp_tune. */
 static amp_result ampi_verify_keep(amp_context *amp, const char *function, const amp_verify_desc *d,
                                    ampi_snapshot **out) {
     const ampi_snapshot_desc k = {d->params, d->n_params, d->optimizer, d->scaler, NULL, 1};
@@ -32776,7 +32817,7 @@ static amp_result ampi_verify_run(ampi_verifier *v, amp_verify_report *report) {
     return AMP_OK;
 }
 
-/* Ranks on unlike machines would try unlike dtypes. */
+/* Checks that all ranks try the same dtypes.  The defaults may differ if the ranks run on different machines. */
 static amp_result ampi_ranks_same_dtypes(amp_context *amp, const char *f, const amp_dtype *dtypes, int64_t n) {
     double x[1 + AMP_VERIFY_ROWS] = {0};
     ampi_apart apart;
@@ -32896,7 +32937,8 @@ AMP_API AMPI_COLD amp_result amp_verify_placement(amp_context *amp, const amp_ra
     return AMP_OK;
 }
 
-/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64; every dtype holds the w exactly. */
+/* ---- Gradient check.  The loss is L = sum of w y over all outputs, in fp64.  The weights w are exact in every
+   dtype. */
 
 #define AMPI_GRADCHECK_DRAWS 8
 #define AMPI_GRADCHECK_SIGMAS 8
@@ -32906,17 +32948,17 @@ typedef struct ampi_gradchecker {
     amp_context *amp;
     const amp_gradcheck_desc *desc;
     ampi_precision before, within;
-    int64_t *begin;                 /* of each input in the arrays below; begin[n_inputs]: their size */
+    int64_t *begin;                 /* where each input begins in the arrays below; begin[n_inputs]: their size */
     float *x, *grad, *work;         /* inputs, their gradients, and room for one input or gradient */
     double *changes;                /* [input, direction]: sums of squares, see ampi_gradcheck_noise */
-    float *stage;                   /* for AMPI_VERIFY_STAGE outputs */
+    float *stage;                   /* room for AMPI_VERIFY_STAGE elements of an output */
     int32_t directions, ready;      /* ready 1: x holds the inputs */
-    double u;                       /* roundoff of the dtype computed or stored in */
+    double u;                       /* the largest roundoff of the dtypes in which values are computed or stored */
     double loss, squares, noise;    /* L, the sum of (w y)^2, and the standard deviation of L's rounding */
     double start;                   /* L at the inputs */
 } ampi_gradchecker;
 
-/* 1/4 to 1 in quarters, of either sign. */
+/* Returns the weight w of an element of an output: 1/4, 1/2, 3/4 or 1, with either sign. */
 static double ampi_gradcheck_weight(const ampi_gradchecker *c, int64_t output, int64_t i) {
     uint32_t word = amp_random_u32(ampi_row_seed(c->desc->seed, -1, output), (uint64_t)i);
     return (double)(int32_t)((word >> 8) % 4 + 1) * (word & 1 ? 0.25 : -0.25);
@@ -32926,8 +32968,7 @@ static uint64_t ampi_direction_seed(const ampi_gradchecker *c, int64_t input, in
     return ampi_row_seed(c->desc->seed, input, direction);
 }
 
-/* A direction moves every `stride`th element, from `first` on, to either side; and how far, in units of the root mean
-   square. */
+/* A direction.  Every `stride`th element, from `first` on, moves by `step` to one side or the other. */
 typedef struct ampi_course { uint64_t seed; int64_t stride, first; double step; } ampi_course;
 static double ampi_direction(const ampi_course *d, int64_t i) {
     if (i % d->stride != d->first) return 0;
@@ -32983,7 +33024,8 @@ static AMPI_COLD amp_result ampi_gradcheck_add_output(ampi_gradchecker *c, int64
     return AMP_OK;
 }
 
-/* The loss at the current inputs, always with the same random numbers, never with stale casts. */
+/* Computes the loss at the current inputs.  ampi_precision_set restarts the random numbers, so that they are always the
+   same, and drops the casts of earlier inputs. */
 static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     int64_t i;
     ampi_precision_set(c->amp, &c->within);
@@ -32994,14 +33036,14 @@ static amp_result ampi_gradcheck_forward(ampi_gradchecker *c, double *loss) {
     return AMP_OK;
 }
 
-/* Gradients begin at zero, whether backward overwrites or adds. */
+/* Runs the backward.  The gradients are set to 0 first, because backward may overwrite them or add to them. */
 static amp_result ampi_gradcheck_backward(ampi_gradchecker *c) {
     int64_t i;
     for (i = 0; i < c->desc->n_inputs; i++) {
         const amp_range *g = &c->desc->input_grads[i];
         AMPI_TRY(amp_fill(c->amp, g->data, 0, g->count * 4));
     }
-    ampi_precision_set(c->amp, &c->within);         /* a tape's runs its forward again, with the same random numbers */
+    ampi_precision_set(c->amp, &c->within);         /* for the same random numbers, if the backward runs a forward */
     return ampi_gradcheck_call(c, c->desc->backward, "backward", 0);
 }
 
@@ -33016,7 +33058,7 @@ static amp_result ampi_gradcheck_gradient(ampi_gradchecker *c, int64_t input, fl
     return AMP_OK;
 }
 
-/* w as the outputs' gradients. */
+/* Sets the gradients of the outputs to w. */
 static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
     int64_t o, first, n, i;
     for (o = 0; o < c->desc->n_outputs; o++) {
@@ -33034,8 +33076,8 @@ static amp_result ampi_gradcheck_seed(ampi_gradchecker *c) {
 
 /* ---- Rounding errors */
 
-/* Step of an input's elements: their root mean square times the cube root of u, which balances rounding (u / h) and
-   truncation (h^2). */
+/* Returns the step of an input's elements.  It is their root mean square times about the cube root of u, which balances
+   the errors of rounding (u / h) and of truncation (h^2). */
 static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     const float *x = c->x + c->begin[input];
     int64_t i, n = ampi_gradcheck_count(c, input);
@@ -33044,8 +33086,9 @@ static double ampi_gradcheck_step(const ampi_gradchecker *c, int64_t input) {
     return sum > 0 ? h * ampi_root(sum / (double)n) : h;
 }
 
-/* Level 0 moves all elements.  Each further one moves a 7th of those before, down to one, and then a quarter as far:
-   the fewer move, and the less, the fewer kinks lie on the way. */
+/* Level 0 moves all elements.  Each further level moves a 7th of the elements of the level before, until only one is
+   left.  Then each further level moves this one a quarter as far.  The fewer elements move, and the less far, the fewer
+   kinks lie on the way. */
 enum { AMPI_GRADCHECK_LEVELS = 12 };
 static AMPI_COLD ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, int64_t input, int32_t j, int level) {
     int64_t n = ampi_gradcheck_count(c, input);
@@ -33061,10 +33104,11 @@ static AMPI_COLD ampi_course ampi_gradcheck_course(const ampi_gradchecker *c, in
     return d;
 }
 
-/* x + step d in fp32. */
+/* Returns x + step d in fp32. */
 static float ampi_gradcheck_moved(float x, double step, double d) { return (float)((double)x + step * d); }
 
-/* (gradient - minus) . d, where d is the step actually taken over `step`; *squares: sum of its terms' squares. */
+/* Returns (gradient - minus) . d, where d is the step that was taken after rounding, divided by `step`.  minus NULL: 0.
+   *squares is the sum of the squares of the terms. */
 static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, const ampi_course *course,
                                  const float *gradient, const float *minus, double *squares) {
     const float *x = c->x + c->begin[input];
@@ -33081,8 +33125,8 @@ static double ampi_gradcheck_dot(const ampi_gradchecker *c, int64_t input, const
     return sum;
 }
 
-/* The standard deviation of L and of each gradient . d when every input changes at random by up to u of itself, which
-   changes every rounding.  L also has one rounding of each output. */
+/* Measures the standard deviation of L and of each gradient . d, when every input changes at random by up to u times
+   itself.  These changes change every rounding.  L also has one rounding of each output. */
 static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
     const amp_gradcheck_desc *d = c->desc;
     double at, squares = c->squares, loss = c->loss, sum = 0, not_used, change;
@@ -33117,17 +33161,20 @@ static amp_result ampi_gradcheck_noise(ampi_gradchecker *c) {
 
 /* ---- Differences */
 
-/* One direction.  Where L is smooth, a smaller step changes the difference of both sides hardly, and halves by how much
-   the two sides differ.  Kinks on the way break these rules, each by about as much as it falsifies the difference. */
+/* The result for one direction.  Two rules hold where L is smooth.  A smaller step hardly changes the difference of the
+   two sides.  Half the step halves the amount by which the slopes of the two sides differ.  A kink on the way breaks
+   these rules by about as much as it falsifies the difference. */
 typedef struct ampi_probe {
     double wide;                    /* (L(x + step d) - L(x - step d)) / 2 step */
     double found, error, bound;
-    /* by how much the rules are broken with half the step, and by how much still smaller ones change `wide` (asked only
-       where the direction fails); less twice the standard deviation that rounding of L gives each, 0 or less: not */
+    /* bent: by how much half the step breaks the rules.  moves: by how much still smaller steps change `wide`; computed
+       only if the direction fails.  Twice the standard deviation that they get from the rounding of L is subtracted,
+       from moves only at level 0.  0 or less: not at all. */
     double bent, moves;
 } ampi_probe;
 
-/* *both: (L(x + step d) - L(x - step d)) / 2 step; *sides: by how much the two sides' differences differ. */
+/* Sets *both to (L(x + step d) - L(x - step d)) / 2 step, and *sides to the slope of one side minus that of the
+   other. */
 static AMPI_COLD amp_result ampi_gradcheck_difference(ampi_gradchecker *c, int64_t input, const ampi_course *course,
                                                       double step, double *both, double *sides) {
     const float *x = c->x + c->begin[input];
@@ -33177,10 +33224,12 @@ static void ampi_gradcheck_note(const ampi_gradchecker *c, int64_t input, const 
     snprintf(worst->worst, sizeof worst->worst, "%s", ampi_input_name(c, input));
 }
 
-/* One level of an input.  *left_out: directions whose error kinks explain, because it is at most four times what the
-   direction's own kinks, or any direction's, do.  The gradient is wrong if none explain the error of another.  After
-   level 0 there are kinks, and up to twice the bound is left to those that no rule shows.
-   limit: the smallest error over gradient . d that would be found; inputs that L does not depend on do not count. */
+/* Checks one level of an input.  *left_out is the number of directions that fail, but whose errors kinks explain.  An
+   error is explained if it is at most four times `moves` of the direction, or four times `bent` of any direction.  If
+   an error is not explained, the gradient is wrong.  After level 0 it is known that there are kinks.  Then errors up to
+   twice the bound are attributed to kinks that no rule shows.
+   *limit is the smallest error that would be found, divided by gradient . d.  Inputs that L does not depend on do not
+   count. */
 static amp_result ampi_gradcheck_level(ampi_gradchecker *c, int64_t input, int level, amp_gradcheck_report *report,
                                        double *limit, int64_t *left_out) {
     amp_gradcheck_report wrong = *report;
@@ -33391,7 +33440,7 @@ AMP_API size_t amp_gradcheck_text(const amp_gradcheck_report *report, char *text
 #if !defined(AMP_NO_CARE)
 /* ---- Advice */
 
-/* The settings in force. */
+/* Sets *s to the settings in force. */
 static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, const amp_optimizer *optimizer,
                               amp_settings *s) {
     const amp_desc *d = ampi_settings(amp);
@@ -33419,17 +33468,17 @@ static void ampi_settings_now(const amp_context *amp, const amp_scaler *scaler, 
     s->nan_action = optimizer->desc.apply_nonfinite ? AMP_NAN_REPORT : AMP_NAN_DEFAULT;
 }
 
-/* The facts a decision rests on. */
+/* The facts on which advice is based. */
 typedef struct ampi_facts {
     const amp_advise_desc *desc;
     const amp_device *device;
-    amp_choice automatic;           /* amp_choose's */
+    amp_choice automatic;           /* the one that amp_choose makes by default */
     amp_memory_info memory;
     amp_k_scaler scaler;            /* updates 0: no history in fp16 */
     int is_short;                   /* 1: the step took more than 90% of the memory */
 } ampi_facts;
 
-/* The row of a candidate that failed, or NULL. */
+/* Returns the row of this dtype if its verdict is not PASS, and NULL otherwise. */
 static const amp_verify_row *ampi_failed_row(const amp_verify_report *report, amp_dtype dtype) {
     int64_t i;
     for (i = 0; report != NULL && i < report->n_rows; i++)
@@ -33454,7 +33503,7 @@ static const char *ampi_verdict_name(amp_verdict verdict) {
     }
 }
 
-/* 1: `why` says why the dtype must not be used; 0: it may be. */
+/* Returns 1 if the dtype must not be used.  Then `why` has the reason, except for fp8 that was not verified. */
 static AMPI_COLD int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, char *why, size_t size) {
     const amp_verify_row *row = ampi_failed_row(f->desc->verified, dtype);
     if (row != NULL) {
@@ -33471,7 +33520,9 @@ static AMPI_COLD int ampi_speaks_against(const ampi_facts *f, amp_dtype dtype, c
     return 1;
 }
 
-/* The automatic choice or the next one: 16-bit formats first, wider range before finer precision. */
+/* Advises fp8 if the device has it and the model passed in it, and otherwise the automatic choice.  If there is a
+   reason against that, it advises the next dtype: first 16-bit formats, and of these the wider range before the finer
+   precision. */
 static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
     char why[100] = "", first[100] = "";
     int i;
@@ -33498,7 +33549,8 @@ static void ampi_advise_dtype(const ampi_facts *f, amp_advice *out) {
 
 #define AMPI_GIB(bytes) ((double)(bytes) / 1073741824.0)
 
-/* peak(b) = fixed + b each: parameters do not grow with the batch, all else grows in proportion. */
+/* Estimates the largest batch b from peak(b) = fixed + b * each.  The memory of parameters does not depend on the
+   batch, and all other memory is proportional to it. */
 static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
     amp_parameter_bytes bytes;
     double fixed, each, usable = 0.9 * (double)f->memory.device_total;
@@ -33530,7 +33582,7 @@ static void ampi_advise_batch(ampi_facts *f, amp_advice *out) {
              AMPI_GIB(f->memory.device_total), (long long)out->batch);
 }
 
-/* O2 halves weights, gradients and casts. */
+/* Advises O2 in a 16-bit dtype if memory is short, because O2 halves weights, gradients and casts. */
 static void ampi_advise_level(const ampi_facts *f, amp_advice *out) {
     int low = out->settings.dtype == AMP_F16 || out->settings.dtype == AMP_BF16;
     out->settings.level = f->is_short && low ? AMP_LEVEL_O2 : AMP_LEVEL_O1;
@@ -33555,9 +33607,9 @@ static void ampi_advise_tf32(const ampi_facts *f, amp_advice *out) {
     out->settings.autotune = strcmp(f->device->kind, "cpu") == 0 ? AMP_AUTOTUNE_OFF : AMP_AUTOTUNE_ON;
 }
 
-/* From the scaler's history.  Growth alone costs one skip per growth interval, so more than one skip in a hundred steps
-   has another cause: hysteresis that takes several skips per reduction, too short an interval, or a scale that stays
-   just below overflow. */
+/* Advises on the scaler from its history.  Growth alone costs one skip per growth interval, so more than one skip in a
+   hundred steps has another cause.  It can be hysteresis that takes several skips per reduction, a growth interval that
+   is too short, or a scale that stays just below overflow. */
 static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     amp_scaler_desc *d = &out->settings.scaler;
     const amp_k_scaler *s = &f->scaler;
@@ -33595,29 +33647,31 @@ static void ampi_advise_scaler(const ampi_facts *f, amp_advice *out) {
     }
 }
 
-/* ---- The learning rate, from a history of losses in quarters
+/* ---- The factor of the learning rate, from a history of losses in quarters
 
        lower    0.5 if a loss is not finite, or beyond fp32;
                 0.8 to 0.5 if the last quarter's mean exceeds the best one's by more than 4 standard errors and 5% (at
-                50%: 0.5).  Exploding losses escape that test, as the last few dominate both mean and error: so also if
-                all losses of the last twentieth are above all others of the last half and 5% above the best mean;
+                50%: 0.5).  Exploding losses escape that test, because the last few dominate both mean and error.
+                Therefore also 0.8 to 0.5 if all losses of the last twentieth are above all others of the last half and
+                5% above the best mean;
                 0.8 to 0.5 if at least 3 losses and 2% of them jump above both neighbours' mean, by more than 6 times
                 the median step and 10% (at 10% of the losses: 0.5)
        higher   1.5 to 1.2 if the loss falls by less than 10% in all, smoothly (neighbours differ by less than a tenth
-                of the fall), and in the last quarter at least 0.8 times as much as in the first: with the right rate
-                the fall slows down
+                of the fall), and in the last quarter at least 0.8 times as much as in the first.  With the right rate
+                the fall would slow down
 
-   Of random histories that fall as they should, or not at all, fewer than 3 in a hundred get a hint at 100 losses, and
-   fewer than 2 at 200, with noise whose neighbours correlate by 0.7. */
+   These numbers were tested on random histories that fall as they should, or not at all, with noise whose neighbours
+   correlate by 0.7.  Fewer than 3 in a hundred get another factor than 1 at 100 losses, and fewer than 2 at 200. */
 
-/* A history in quarters. */
+/* A history of losses, in quarters. */
 typedef struct ampi_history {
     int64_t bad;                    /* losses that are not finite */
     double mean[4], error[4];       /* with their standard errors */
     int best;                       /* the quarter with the lowest mean */
-    double noise;                   /* of one loss */
+    double noise;                   /* the standard deviation of one loss, from neighbouring losses */
     int64_t jumps;                  /* losses far above both neighbours */
-    /* the last twentieth, and its lowest loss if that is above the half before, else the best mean */
+    /* tail: the number of losses in the last twentieth; above: the lowest of these if it is above all others of the
+       last half, and otherwise the best mean */
     int64_t tail;
     double above;
 } ampi_history;
@@ -33629,7 +33683,8 @@ static int ampi_compare_f64(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Losses above both neighbours' mean by more than 6 times the median step and a tenth of it; scratch: n numbers. */
+/* Counts the losses that are above both neighbours, and above their mean by more than a tenth of it and more than 6
+   times the median step.  scratch: room for n numbers. */
 static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     int64_t i, jumps = 0;
     double usual;
@@ -33643,7 +33698,8 @@ static int64_t ampi_count_jumps(const double *x, int64_t n, double *scratch) {
     return jumps;
 }
 
-/* The mean of n numbers, and its standard error from the means of their fifths: neighbouring losses are alike. */
+/* Returns the mean of n numbers.  *error is its standard error.  It is computed from the means of fifths, because
+   neighbouring losses are not independent. */
 static double ampi_mean_of(const double *x, int64_t n, double *error) {
     enum { AMPI_MEAN_PARTS = 5 };
     double part[AMPI_MEAN_PARTS], mean = 0, sum = 0;
@@ -33659,7 +33715,7 @@ static double ampi_mean_of(const double *x, int64_t n, double *error) {
 }
 
 static void ampi_history_read(ampi_history *h, const double *x, int64_t n, double *scratch) {
-    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* leaves out the oldest n % 4 */
+    int64_t i, quarter = n / 4, from = n - 4 * quarter;         /* the oldest n % 4 losses are in no quarter */
     int q;
     memset(h, 0, sizeof *h);
     for (i = 0; i < n; i++) h->bad += !amp_is_finite_f64(&x[i]) || fabs(x[i]) > AMPI_FLT_MAX;
@@ -33677,7 +33733,7 @@ static void ampi_history_read(ampi_history *h, const double *x, int64_t n, doubl
     for (i = n / 2; i < n - h->tail; i++) if (x[i] >= h->above) h->above = h->mean[h->best];
 }
 
-/* The factor and its reason; share, from 0 to 1: how far towards the largest change. */
+/* Returns a factor that lowers the learning rate.  share, from 0 to 1: how close it is to the lowest factor. */
 static double ampi_lr_lower(double share) { return 0.8 - 0.3 * AMPI_MIN(share, 1.0); }
 
 static void ampi_advise_history(const ampi_history *h, int64_t n, amp_advice *out) {
@@ -33804,7 +33860,7 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
     s.allow_tf32 = advice->settings.allow_tf32;
     s.memory_efficient = advice->settings.memory_efficient;
     s.use_scaler = advice->settings.use_scaler;
-    rule = &advice->settings.scaler;            /* 0 in advice without a scaler */
+    rule = &advice->settings.scaler;            /* its fields are 0 if the advice was given without a scaler */
     if (rule->init_scale > 0) s.scaler.init_scale = rule->init_scale;
     if (rule->backoff_factor > 0) s.scaler.backoff_factor = rule->backoff_factor;
     if (rule->growth_interval != 0) s.scaler.growth_interval = rule->growth_interval;
@@ -33823,7 +33879,7 @@ AMP_API AMPI_COLD amp_result amp_advice_apply(const amp_advice *advice, amp_cont
 
 enum {
     AMPI_TUNE_TURN = 5,             /* timed steps of a precision per turn */
-    AMPI_TUNE_NUMBERS = 7,          /* of a row in the file; and of all rows */
+    AMPI_TUNE_NUMBERS = 7,          /* numbers of a row in the file; ROOM is for those of all rows */
     AMPI_TUNE_ROOM = AMPI_TUNE_NUMBERS * (int)AMP_TUNE_ROWS
 };
 
@@ -33842,15 +33898,15 @@ typedef struct ampi_tune {
     amp_tune_report *out;
     ampi_candidate candidates[AMPI_COMPUTE_DTYPES];
     int n;
-    ampi_taped taped, verified;     /* of .record, and of the desc's to verify */
-    int64_t prepared;               /* the last batch `prepare` was called with; 0: none, or it failed */
-    ampi_snapshot *before;          /* a snapshot of what .verify names */
+    ampi_taped taped, verified;     /* for .record of this desc, and for that of .verify */
+    int64_t prepared;               /* the last batch with which `prepare` was called; 0: none, or it failed */
+    ampi_snapshot *before;          /* a snapshot of the objects in .verify */
     uint64_t key;                   /* of the results in the file */
     amp_state *state;               /* the file's contents, or NULL */
-    int foreign;                    /* 1: the file is of another kind and stays */
+    int foreign;                    /* 1: the file is of another kind, and must not be overwritten */
 } ampi_tune;
 
-/* A user function's return code in words. */
+/* Describes the return code of a function of the program. */
 static void ampi_host_said(const char *what, int code, char *text, size_t size) {
     const char *said = amp_result_text((amp_result)code), *last = amp_last_error();
     char id[16];
@@ -33920,7 +33976,8 @@ static void ampi_tune_fill(ampi_tune *t) {
     }
 }
 
-/* ---- The file: records "tune.<key>.rows" and "tune.<key>.text"; the key hashes all that the results depend on */
+/* ---- The file.  It has records "tune.<key>.rows" and "tune.<key>.text".  The key is a hash of everything that the
+   results depend on. */
 
 static uint64_t ampi_tune_hash(const ampi_tune *t) {
     const amp_desc *s = ampi_settings(t->amp);
@@ -33946,7 +34003,7 @@ static void ampi_tune_record(const ampi_tune *t, const char *name, char key[64])
     snprintf(key, 64, "tune.%016llx.%s", (unsigned long long)t->key, name);
 }
 
-/* A row from its numbers; 0: they are not a row. */
+/* Makes a row from its numbers.  Returns 0 if they are not possible. */
 static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row) {
     int i;
     for (i = 0; i < AMPI_TUNE_NUMBERS; i++)
@@ -33964,7 +34021,7 @@ static int ampi_tune_decode(const double *x, const char *text, amp_tune_row *row
     return 1;
 }
 
-/* 1: the report came from the file. */
+/* Returns 1 if the file has the results, which then are the report. */
 static int ampi_tune_known(ampi_tune *t) {
     double numbers[AMPI_TUNE_ROOM];
     char text[AMP_TUNE_ROWS * sizeof t->out->rows[0].reason], key[64], text_key[64];
@@ -33972,7 +34029,7 @@ static int ampi_tune_known(ampi_tune *t) {
     ampi_tune_record(t, "rows", key);
     ampi_tune_record(t, "text", text_key);
     n = amp_state_count(t->state, key, NULL);
-    if (n < 0) return 0;                        /* another model, machine or desc */
+    if (n < 0) return 0;                        /* there are none for this model, machine and desc */
     if (n % AMPI_TUNE_NUMBERS == 0 && n > 0 && n <= AMPI_TUNE_ROOM) {
         n /= AMPI_TUNE_NUMBERS;
         if (amp_state_get(t->state, key, AMP_F64, numbers, n * AMPI_TUNE_NUMBERS) == AMP_OK &&
@@ -33995,7 +34052,7 @@ static int ampi_tune_read(ampi_tune *t) {
     result = ampi_state_load_own(&t->state, ampi_context_system(t->amp), t->desc.file);
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
-    if (result != AMP_ERR_OPEN)                 /* not yet written */
+    if (result != AMP_ERR_OPEN)                 /* such a file was not written yet */
         ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s",
                  t->foreign ? ", and the file left alone" : "", amp_last_error());
     return 0;
@@ -34022,7 +34079,7 @@ static amp_result ampi_tune_put(const ampi_tune *t) {
     return amp_state_save(t->state, t->desc.file);
 }
 
-/* Keeps the file's other results. */
+/* Adds the results to the file, and keeps the other results in it. */
 static amp_result ampi_tune_write(ampi_tune *t) {
     amp_result result = AMP_OK;
     char why[200];
@@ -34043,7 +34100,7 @@ static void ampi_tune_failed(ampi_candidate *c, const char *what, int code) {
     ampi_host_said(what, code, c->row->reason, sizeof c->row->reason);
 }
 
-/* Runs n steps, each to its end; times may be NULL. */
+/* Runs n steps, and waits for the end of each.  times may be NULL. */
 static AMPI_COLD int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     const amp_system *s = ampi_context_system(t->amp);
     int i, code = 0;
@@ -34056,7 +34113,8 @@ static AMPI_COLD int ampi_tune_steps(ampi_tune *t, int n, int64_t *times) {
     return code;
 }
 
-/* One turn of a candidate, beginning with untimed steps, since a new precision has no cached casts. */
+/* Runs one turn of a candidate.  The first steps are not timed, because after a change of precision there are no cached
+   casts. */
 static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     int n = AMPI_MIN(t->desc.iterations - done, (int)AMPI_TUNE_TURN), code;
     amp_memory_info memory;
@@ -34074,7 +34132,7 @@ static void ampi_tune_turn(ampi_tune *t, ampi_candidate *c, int done) {
     (void)amp_cleanup(t->amp, NULL);
 }
 
-/* The median; sorts. */
+/* Returns the median of the times, and sorts them. */
 static double ampi_median_ns(int64_t *times, int n) {
     int i, j;
     for (i = 1; i < n; i++) {
@@ -34105,7 +34163,7 @@ static amp_result ampi_tune_finish_rows(ampi_tune *t) {
     return AMP_OK;
 }
 
-/* Rows for the candidates not yet dropped. */
+/* Begins a row for each candidate that was not dropped. */
 static void ampi_tune_open_rows(ampi_tune *t, int64_t batch) {
     int k;
     for (k = 0; k < t->n; k++) {
@@ -34143,7 +34201,7 @@ static int ampi_tune_prepare(ampi_tune *t, int64_t batch) {
     return code;
 }
 
-/* Verdicts hold for every batch size. */
+/* Verifies the candidates.  The verdicts are taken to hold for every batch size. */
 static amp_result ampi_tune_verify(ampi_tune *t) {
     const amp_verify_desc *d = t->desc.verify;
     amp_verify_desc v;
@@ -34195,7 +34253,7 @@ static amp_result ampi_tune_run(ampi_tune *t) {
     return AMP_OK;
 }
 
-/* The first row with the highest rate. */
+/* Finds the first row with the highest rate among those that passed. */
 static void ampi_tune_pick(amp_tune_report *out) {
     int64_t i;
     out->best = -1;
@@ -34205,7 +34263,8 @@ static void ampi_tune_pick(amp_tune_report *out) {
             out->best = i;
 }
 
-/* An earlier best batch may not fit beside what runs now. */
+/* Returns 1 if the best batch in the file can still be prepared.  It may not fit beside other data that is in memory
+   now. */
 static int ampi_tune_still_fits(ampi_tune *t) {
     int64_t batch;
     ampi_tune_pick(t->out);
@@ -34238,7 +34297,7 @@ static amp_result ampi_tune_time(ampi_tune *t) {
     return result != AMP_OK ? result : restored;
 }
 
-/* *known 1: the file has results on every rank; then rank 0's are taken. */
+/* Reads the file.  *known is 1 if it has results on every rank.  Then all ranks take those of rank 0. */
 static amp_result ampi_tune_agree(ampi_tune *t, int *known) {
     amp_dtype dtypes[AMPI_COMPUTE_DTYPES];
     double missing;
@@ -34296,7 +34355,7 @@ AMP_API amp_result amp_tune(amp_context *amp, const amp_tune_desc *desc, amp_tun
     return ampi_as("amp_tune", result);
 }
 
-/* The rows of the best batch that passed, beside fp32's, as amp_desc.rates. */
+/* Prints the speedups of the rows that passed at the best batch, without fp32's, in the form of amp_desc.rates. */
 static void ampi_tune_rates(ampi_sheet *sheet, const amp_tune_report *r) {
     const char *before = "  rates = ";
     char rate[64];
@@ -34335,27 +34394,29 @@ AMP_API AMPI_COLD size_t amp_tune_text(const amp_tune_report *report, char *text
     return sheet.in_use;
 }
 
-/* ---- Adapt.  The operators show the products of layers; in the step in which a layer's turn comes, some rows of them
-   are computed again.  amp_adapt_step decides. */
+/* ---- Adapt.  The operators pass the products of layers to an observer.  The forward and the backward of a layer each
+   have their turn in one step of an interval.  In that step the observer computes some rows of the products again in
+   other dtypes, and keeps the errors as evidence.  amp_adapt_step decides. */
 
 enum { AMPI_RUNGS = 3, AMPI_ADAPT_MOST_UPS = 20, AMPI_FORWARD = 0, AMPI_BACKWARD = 1 };
-enum { AMPI_ADAPT_ROWS = 32 };          /* most rows whose values are counted */
-/* Bits of `seen`.  Of this interval: parts that were measured; something could not be.  For good: the operator has no
-   fp8; the weight is used under two names. */
+enum { AMPI_ADAPT_ROWS = 32 };          /* the most rows whose values are counted */
+/* Bits of `seen`.  PARTS are the parts that were measured in this interval, and BAD means that something in it could
+   not be measured.  The other two stay: the operator has no fp8, and the weight is used under two names. */
 enum { AMPI_SEEN_PARTS = 3, AMPI_SEEN_BAD = 4, AMPI_SEEN_NO_FP8 = 8, AMPI_SEEN_TIED = 16 };
 
-/* What a check found in one dtype: the worst of an interval. */
+/* The worst that the checks of an interval found in one dtype. */
 typedef struct ampi_evidence { double error[2], underflow, overflow, saturation, largest; } ampi_evidence;
 
 typedef struct ampi_adapt_layer {
     amp_param *param;
-    char name[128];                 /* "": not seen yet */
-    /* saved, in this order */
+    char name[128];                 /* "": the layer has not been observed yet */
+    /* saved, in this order.  rung: the place of its dtype in the ladder; passes: checks in a row that fitted; ups:
+       moves to higher rungs; fixed 1: this object does not change the layer's dtype */
     int64_t rung, passes, ups, fixed;
     int64_t seen;                   /* AMPI_SEEN_... */
     int64_t multiply_adds[2];
-    ampi_evidence below, here;      /* in the dtype below, if there is one; in its own, but for the ladder's last */
-    ampi_evidence last;             /* of the interval before, in the lower of these */
+    ampi_evidence below, here;      /* in the dtype below, if there is one; in this one, if it is not the last */
+    ampi_evidence last;             /* of the interval before, in the lower of these two dtypes */
 } ampi_adapt_layer;
 enum { AMPI_ADAPT_COUNTS = 7, AMPI_ADAPT_REALS = 3 * 6, AMPI_ADAPT_SHAPE = 3 };
 
@@ -34367,10 +34428,10 @@ struct amp_adapt {
     ampi_adapt_layer *layers;       /* one per matrix of params */
     int64_t n, steps, moved;        /* moved: down, in this interval */
     int32_t frozen, warned;
-    double fitting;                 /* errors at most so large let a layer move down */
+    double fitting;                 /* the largest error with which a layer may move down */
     amp_adapt_record *records;      /* a ring */
     int64_t first_record, n_records, most_records;
-    double *common;                 /* of several ranks: what they tell each other in a step */
+    double *common;                 /* with several ranks: the numbers that they exchange in a step */
     int64_t n_common;
 };
 
@@ -34399,7 +34460,7 @@ AMP_API void amp_adapt_destroy(amp_adapt *adapt) {
     if (adapt != NULL) ampi_object_end(&adapt->object, "amp_adapt_destroy", AMPI_STACK);
 }
 
-/* A place on the ladder; -1: none. */
+/* Returns the order of a dtype in ladders, or -1 if a ladder cannot have it. */
 static int ampi_adapt_rank(amp_dtype dtype) {
     return dtype == AMP_FP8                            ? 0
            : dtype == AMP_F16 || dtype == AMP_BF16 ? 1
@@ -34409,7 +34470,7 @@ static int ampi_adapt_rank(amp_dtype dtype) {
 
 /* ---- Evidence */
 
-/* The layer with this weight; NULL: none. */
+/* Returns the layer with this weight, or NULL if there is none. */
 static ampi_adapt_layer *ampi_adapt_find(const amp_adapt *m, const amp_param *weight, int64_t *at) {
     int64_t i;
     for (i = 0; i < m->n; i++)
@@ -34417,14 +34478,14 @@ static ampi_adapt_layer *ampi_adapt_find(const amp_adapt *m, const amp_param *we
     return NULL;
 }
 
-/* 1: this part of layer i has its turn in this step. */
+/* Returns 1 if this part of layer i has its turn in this step. */
 static int ampi_adapt_is_due(const amp_adapt *m, int64_t i, int part) {
     int64_t interval = m->desc.interval, parts = 2 * m->n, k = 2 * i + part;
     return m->steps % interval == k * (interval / parts) + k * (interval % parts) / parts;
 }
 
-/* Some rows of a product, in fp32 without bias and activation.  From rows of a: evenly spaced ones; from its columns,
-   which lie together: neighbours. */
+/* Returns the product of some rows of another one, in fp32 without bias and activation.  They are evenly spaced rows of
+   a.  If a is transposed, they are neighbouring columns of a, because these are together in memory. */
 static amp_k_gemm ampi_adapt_sample(const amp_adapt *m, const ampi_shown *seen) {
     amp_k_gemm g = seen->gemm, s;
     int64_t turn = m->steps / m->desc.interval, rows = AMPI_MIN(g.m, (int64_t)m->desc.rows), apart = g.m / rows, at;
@@ -34444,7 +34505,7 @@ static amp_k_gemm ampi_adapt_sample(const amp_adapt *m, const ampi_shown *seen) 
     return s;
 }
 
-/* |low - exact| / |exact|; -1: exact is not finite. */
+/* Returns |low - exact| / |exact|, or AMPI_DBL_MAX if low is not finite, or -1 if exact is not finite. */
 static double ampi_adapt_error(const float *low, const float *exact, int64_t n) {
     double error = 0, norm = 0;
     int64_t i;
@@ -34460,20 +34521,21 @@ static double ampi_adapt_error(const float *low, const float *exact, int64_t n) 
     return error > 0 ? norm > 0 ? sqrt(error / norm) : AMPI_DBL_MAX : 0;
 }
 
-/* The work of one look: device memory for the exact result and another one; how fp8 rounded the first operand. */
+/* The data of one look at a product: memory for the exact result and for another one, and a record of how fp8 rounded
+   the first operand. */
 typedef struct ampi_adapt_look {
     amp_adapt *m;
     ampi_adapt_layer *layer;
     const ampi_shown *seen;
     amp_k_gemm sample;
     int part, bad;                  /* bad 1: something could not be measured */
-    int64_t count;                  /* of a result */
-    float *on_device, *exact, *low; /* exact and low: on the host, together */
-    amp_k_fp8_slot *slot;           /* in a device's memory; the magnitude of the sample's largest value behind it */
-    ampi_evidence found[2];         /* below, here */
+    int64_t count;                  /* elements of a result */
+    float *on_device, *exact, *low; /* exact and low: one block of CPU memory */
+    amp_k_fp8_slot *slot;           /* on the device; behind it is the magnitude of the sample's largest value */
+    ampi_evidence found[2];         /* in the dtype below the layer's, and in the layer's */
 } ampi_adapt_look;
 
-/* How the values of a product's first operand fit a dtype. */
+/* Counts how the values of a product's first operand fit a dtype. */
 static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_dtype dtype, amp_k_inspected *sum) {
     void *dev, *stream, *on_device = NULL, *memory;
     const amp_backend *backend = ampi_backend(amp, &dev, &stream);
@@ -34513,7 +34575,8 @@ static amp_result ampi_adapt_inspect(amp_context *amp, const amp_k_gemm *g, amp_
     return result;
 }
 
-/* The first operand is scaled in fp8 as the whole is from which the sample was taken. */
+/* Sets up the rounding of the sample's first operand to fp8.  With current scaling, its scale is that of the whole
+   operand from which the sample was taken. */
 static amp_result ampi_adapt_fp8_scale(ampi_adapt_look *k, amp_k_fp8 *how) {
     amp_k_inspected whole;
     amp_k_fp8_slot slot;
@@ -34552,7 +34615,7 @@ static amp_result ampi_adapt_product(ampi_adapt_look *k, amp_dtype dtype, float 
 
 static double ampi_adapt_share(int64_t part, int64_t of) { return (double)part / (double)AMPI_MAX(of, (int64_t)1); }
 
-/* How the sampled rows of an input or gradient fit a dtype. */
+/* Finds the shares of the sampled rows' values that do not fit a dtype. */
 static AMPI_COLD amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtype dtype, ampi_evidence *e) {
     amp_k_gemm g = k->sample;
     amp_k_inspected sum;
@@ -34577,13 +34640,13 @@ static AMPI_COLD amp_result ampi_adapt_shares(const ampi_adapt_look *k, amp_dtyp
     return AMP_OK;
 }
 
-/* 1: a scale that can still shrink will answer this overflow of a gradient in fp16. */
+/* Returns 1 if a gradient overflowed in fp16, and a scaler will react to that by a smaller scale. */
 static int ampi_adapt_is_scaled(const ampi_adapt_look *k, amp_dtype dtype, double error) {
     amp_scaler *s = ampi_enabled(k->m->desc.scaler);
     return s != NULL && dtype == AMP_F16 && k->part == AMPI_BACKWARD && error >= AMPI_DBL_MAX && !s->desc.frozen;
 }
 
-/* One dtype's evidence; which: 0 the one below, 1 the layer's own. */
+/* Collects the evidence in one dtype.  which 0: the dtype below the layer's; 1: the layer's dtype. */
 static AMPI_COLD amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dtype dtype) {
     ampi_evidence *e = &k->found[which];
     ampi_fp host;
@@ -34597,7 +34660,7 @@ static AMPI_COLD amp_result ampi_adapt_try(ampi_adapt_look *k, int which, amp_dt
     return ampi_adapt_shares(k, dtype, e);
 }
 
-/* The lowest rung that a layer may have. */
+/* Returns the lowest rung that a layer may have. */
 static int64_t ampi_adapt_floor(const amp_adapt *m, const ampi_adapt_layer *l) {
     return (l->seen & AMPI_SEEN_NO_FP8) && m->ladder[0] == AMP_FP8;
 }
@@ -34635,8 +34698,8 @@ static amp_result ampi_adapt_look_at(ampi_adapt_look *k) {
     return result;
 }
 
-/* Notes the name by which the layer is overridden.  One that overrides match already, or that would match others, has
-   its dtype for good.  Called with the lock held. */
+/* Notes the name by which the layer is to be overridden.  If an override matches the name already, or if the name would
+   match other layers too, this object does not change the layer's dtype.  Called with the lock held. */
 static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, const char *name) {
     if (layer->name[0] != 0 || layer->fixed) return;
     layer->fixed = name == NULL || strlen(name) >= sizeof layer->name || strpbrk(name, "*?") != NULL ||
@@ -34644,7 +34707,7 @@ static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, con
     snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
 }
 
-/* The observer of products.  A failure costs the evidence of this interval, not the step. */
+/* The observer of products.  After a failure the layer has no evidence in this interval, but the step continues. */
 static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     amp_adapt *m = (amp_adapt *)ampi_observing(amp);
     const amp_autocast_desc *region = ampi_region_of(amp);
@@ -34678,11 +34741,12 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     ampi_unlock(amp);
 }
 
-/* ---- Evidence of several ranks: the worst of all, so that all decide alike.  What must be alike is told as x and -x,
-   whose maxima then are so too. */
+/* ---- Evidence of several ranks.  All ranks use the worst evidence of all, so that all decide alike.  The exchange
+   takes maxima.  A number that must be the same on all ranks is exchanged as x and -x.  It is the same if the sum of
+   the two maxima is 0. */
 
-enum { AMPI_ADAPT_ALIKE = 3 };          /* facts */
-/* What of a layer is told: evidence, bits of `seen`, others. */
+enum { AMPI_ADAPT_ALIKE = 3 };          /* numbers that must be the same */
+/* The places of a layer's numbers in the exchange: first evidence, then the bits of `seen`, then others. */
 enum { AMPI_TELL_SEEN = 12, AMPI_TELL_FIXED = 17, AMPI_TELL_WORK = 18, AMPI_TELL_NAME = 20, AMPI_TELL_NAMELESS = 22,
        AMPI_TELL = 23 };
 
@@ -34691,7 +34755,7 @@ static uint64_t ampi_adapt_fold(uint64_t sum, const int64_t *x, int n) {
     for (i = 0; i < n; i++) sum = (sum ^ (uint64_t)x[i]) * 0x100000001b3u;
     return sum;
 }
-/* Of 64 bits those that a double holds. */
+/* Returns as many of 64 bits as a double holds. */
 static double ampi_adapt_digest(uint64_t sum) { return (double)(sum >> 11); }
 
 static void ampi_adapt_tell(const ampi_adapt_layer *l, double x[AMPI_TELL]) {
@@ -34706,7 +34770,8 @@ static void ampi_adapt_tell(const ampi_adapt_layer *l, double x[AMPI_TELL]) {
     x[AMPI_TELL_NAMELESS] = !named;
 }
 
-/* A layer that did not run here has its name from a rank where it did. */
+/* Takes a layer's numbers after the exchange.  A layer that did not run on this rank gets its name from a rank where it
+   ran. */
 static amp_result ampi_adapt_hear(const amp_adapt *m, ampi_adapt_layer *l, const double x[AMPI_TELL]) {
     int k;
     memcpy(&l->below, x, AMPI_TELL_SEEN * sizeof *x);
@@ -34729,7 +34794,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
     if (m->n_common == 0) return AMP_OK;
     layers = x + 2 * AMPI_ADAPT_ALIKE;
     for (i = 0; i < m->n; i++) {
-        sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* with passes and ups */
+        sum = ampi_adapt_fold(sum, &m->layers[i].rung, 3);      /* rung, passes and ups */
         ampi_adapt_tell(&m->layers[i], layers + i * AMPI_TELL);
     }
     x[0] = (double)m->steps; x[1] = m->frozen; x[2] = ampi_adapt_digest(sum);
@@ -34747,7 +34812,7 @@ static amp_result ampi_adapt_meet(amp_adapt *m) {
 
 static double ampi_adapt_worst(const ampi_evidence *e) { return AMPI_MAX(e->error[0], e->error[1]); }
 
-/* 1: the layer would compute well enough in the dtype below. */
+/* Returns 1 if the layer would compute well enough in the dtype below. */
 static int ampi_adapt_fits(const amp_adapt *m, const ampi_adapt_layer *l) {
     const ampi_evidence *e = &l->below;
     return !(l->seen & AMPI_SEEN_BAD) && ampi_adapt_worst(e) <= m->fitting && e->overflow <= 0 &&
@@ -34772,7 +34837,7 @@ static void ampi_adapt_describe(const amp_adapt *m, const ampi_adapt_layer *l, c
     out->multiply_adds = (double)l->multiply_adds[0] + (double)l->multiply_adds[1];
 }
 
-/* The layer computes in the dtype of that rung from now on. */
+/* Makes the layer compute in the dtype of that rung from now on. */
 static AMPI_COLD amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, int64_t rung) {
     amp_dtype from = m->ladder[l->rung], to = m->ladder[rung];
     int up = rung > l->rung;
@@ -34793,21 +34858,21 @@ static AMPI_COLD amp_result ampi_adapt_move(amp_adapt *m, ampi_adapt_layer *l, i
     return AMP_OK;
 }
 
-/* 1: an override that is not this object's holds. */
+/* Returns 1 if an override of the layer that is not this object's is in force. */
 static int ampi_adapt_is_overridden(const amp_adapt *m, const ampi_adapt_layer *l) {
     amp_dtype now = ampi_layer_dtype(m->amp, l->name);
     return now != m->ladder[l->rung] && (now != AMP_DTYPE_DEFAULT || l->rung + 1 < m->desc.n_ladder);
 }
 
-/* Begins another interval. */
+/* Begins another interval for a layer. */
 static void ampi_adapt_begin(ampi_adapt_layer *l) {
     l->seen &= AMPI_SEEN_NO_FP8 | AMPI_SEEN_TIED;
     memset(&l->below, 0, sizeof l->below);
     memset(&l->here, 0, sizeof l->here);
 }
 
-/* The end of an interval: counts the checks that fitted, and moves layers down.  A layer that ever had a backward is
-   judged by both parts. */
+/* Ends an interval for a layer.  Counts the checks in a row that fitted, and moves the layer down after enough of them.
+   A layer that ever had a backward is judged by both parts. */
 static amp_result ampi_adapt_check(amp_adapt *m, ampi_adapt_layer *l) {
     int64_t parts = l->multiply_adds[AMPI_BACKWARD] > 0 ? 3 : 1, low = ampi_adapt_floor(m, l);
     int measured = (l->seen & parts) == parts && l->rung > low && m->desc.budget > 0;
@@ -34821,14 +34886,15 @@ static amp_result ampi_adapt_check(amp_adapt *m, ampi_adapt_layer *l) {
     return AMP_OK;
 }
 
-/* Drops the object's own override of a layer.  One that came to hold over it is left. */
+/* Drops this object's override of a layer.  An override by the program that is now in force instead is left. */
 static amp_result ampi_adapt_drop(const amp_adapt *m, const ampi_adapt_layer *l) {
     if (l->fixed || l->name[0] == 0 || ampi_adapt_is_overridden(m, l)) return AMP_OK;
     if (l->ups == 0 && l->rung + 1 == m->desc.n_ladder) return AMP_OK;
     return amp_layer_override(m->amp, l->name, AMP_DTYPE_DEFAULT);
 }
 
-/* A weight that is used under two names has one record, but two dtypes: it stays in the ladder's last. */
+/* Fixes a layer whose weight is used under two names.  It has only one record, but could get two dtypes, so it stays in
+   the last dtype of the ladder. */
 static amp_result ampi_adapt_tied(amp_adapt *m, ampi_adapt_layer *l) {
     AMPI_TRY(ampi_adapt_drop(m, l));
     l->rung = m->desc.n_ladder - 1;
@@ -34919,14 +34985,15 @@ AMP_API amp_result amp_adapt_freeze(amp_adapt *adapt, int32_t frozen) {
 
 /* ---- Creation */
 
-/* 1: the device computes in it; native 1: not emulated. */
+/* Returns 1 if the device computes in a dtype.  native 1: an emulated dtype does not count. */
 static int ampi_adapt_has(const amp_context *amp, amp_dtype dtype, int native) {
     amp_choice choice;
     return ampi_choose_here(amp, dtype, AMP_DTYPE_DEFAULT, &choice) == AMP_OK && choice.dtype == dtype &&
            !(native && choice.emulated);
 }
 
-/* fp8 where the device has it; bf16, or fp16 where it has only that; the context's dtype. */
+/* Makes the default ladder: fp8 if the device has it, then bf16, or fp16 if it has no bf16, and last the context's
+   dtype. */
 static int64_t ampi_adapt_default_ladder(const amp_context *amp, amp_dtype last, amp_dtype ladder[AMPI_RUNGS]) {
     amp_dtype middle = ampi_adapt_has(amp, AMP_BF16, 0) ? AMP_BF16 : AMP_F16;
     int64_t n = 0;
@@ -34980,7 +35047,7 @@ static amp_result ampi_adapt_refusals(const amp_context *amp, const amp_adapt_de
     return AMP_OK;
 }
 
-/* The matrices among the parameters. */
+/* Makes a layer for each matrix among the parameters. */
 static amp_result ampi_adapt_fill(amp_adapt *m) {
     const amp_adapt_desc *d = &m->desc;
     const amp_system *s = ampi_context_system(m->amp);
@@ -35014,7 +35081,7 @@ static amp_result ampi_adapt_fill(amp_adapt *m) {
     return AMP_OK;
 }
 
-/* One rank's adapt, which does not observe yet. */
+/* Makes this rank's object, which does not observe yet. */
 static AMPI_COLD amp_result ampi_adapt_make(amp_context *amp, amp_adapt **out, const amp_adapt_desc *desc) {
     static const char f[] = "amp_adapt_create";
     amp_result result;
@@ -35048,7 +35115,7 @@ static void ampi_adapt_shape(const ampi_adapt_layer *l, int64_t shape[AMPI_ADAPT
     shape[2] = l->param->weight.shape[1];
 }
 
-/* What all ranks' must have in common. */
+/* Checks that the objects of all ranks have the same parameters and settings. */
 static amp_result ampi_adapt_compare(const amp_adapt *m) {
     enum { AMPI_ADAPT_FIELDS = sizeof ampi_adapt_fields / sizeof *ampi_adapt_fields,
         AMPI_ADAPT_FACTS = AMPI_ADAPT_FIELDS + 1 + AMPI_RUNGS };
@@ -35100,7 +35167,8 @@ AMP_API amp_result amp_adapt_query(const amp_adapt *adapt, amp_adapt_desc *out) 
 
 /* ---- Texts */
 
-/* The dtype that a layer computes in, and whether it is known. */
+/* Sets *out to the dtype that a layer computes in.  Returns 0 if it is not known, because the layer has not been
+   observed yet. */
 static int ampi_adapt_now(const amp_adapt *m, const ampi_adapt_layer *l, amp_dtype *out) {
     amp_dtype theirs = l->name[0] != 0 ? ampi_layer_dtype(m->amp, l->name) : AMP_DTYPE_DEFAULT;
     *out = theirs != AMP_DTYPE_DEFAULT ? theirs : m->ladder[l->rung];
@@ -35135,7 +35203,8 @@ static void ampi_adapt_table(const amp_adapt *m, ampi_sheet *s) {
                amp_dtype_name(m->ladder[m->desc.n_ladder - 1]));
 }
 
-/* Adds a layer that computes in another dtype than the context; 0: a file of settings cannot have it. */
+/* Adds a layer to the list if it computes in another dtype than the context.  Returns 0 if a file of settings cannot
+   have it. */
 static int ampi_adapt_list(const amp_adapt *m, const ampi_adapt_layer *l, ampi_sheet *layers, size_t size) {
     amp_dtype now, of = ampi_settings(m->amp)->autocast_dtype;
     if (!ampi_adapt_now(m, l, &now) || now == of) return 1;
@@ -35195,7 +35264,7 @@ AMP_API AMPI_COLD size_t amp_adapt_json(const amp_adapt_record *record, char *te
 
 /* ---- Saving */
 
-/* Numbers of all layers in a state: what model they are of, counts, evidence, names. */
+/* The numbers of all layers in a state: shape, by which the model is recognized, counts, evidence and names. */
 typedef struct ampi_saved_layers { int64_t *shape, *counts; double *reals; char *names; int64_t n; } ampi_saved_layers;
 typedef struct ampi_saved_adapt { int64_t layers, steps, moved, frozen, rungs, ladder[AMPI_RUNGS]; } ampi_saved_adapt;
 
@@ -35228,7 +35297,7 @@ static amp_result ampi_saved_layers_alloc(const amp_system *system, const char *
     return ampi_alloc(system, f, (void **)&s->names, s->n, sizeof((ampi_adapt_layer *)0)->name);
 }
 
-/* Copies the layers' numbers out (to 0) or in. */
+/* Copies the layers' numbers.  in 0: from the object to s; 1: from s to the object. */
 static AMPI_COLD void ampi_adapt_exchange(amp_adapt *m, ampi_saved_layers *s, int in) {
     int64_t i;
     for (i = 0; i < m->n; i++) {
@@ -35270,7 +35339,7 @@ AMP_API AMPI_COLD amp_result amp_adapt_save(const amp_adapt *adapt, amp_state *s
     return ampi_state_take(state, own, result, f);
 }
 
-/* The saved numbers of layer i are possible. */
+/* Returns 1 if the saved numbers of layer i are possible. */
 static int ampi_adapt_is_possible(const amp_adapt *m, const ampi_saved_layers *s, int64_t i) {
     static const int64_t most[AMPI_ADAPT_COUNTS] = {AMPI_RUNGS, (int64_t)1 << 40, AMPI_ADAPT_MOST_UPS, 1, 31, INT64_MAX,
                                                     INT64_MAX};
@@ -35305,15 +35374,16 @@ static amp_result ampi_adapt_get(const amp_adapt *m, const amp_state *state, con
     return AMP_OK;
 }
 
-/* Overrides of layers as the object has them: those that others have named by now hold, and no longer those that
-   only the saved run's program had.  Their memory was reserved. */
+/* Overrides layers as a loaded object needs it.  Layers that the program overrides now are left to it.  Layers that
+   only the program of the saved run had overridden are this object's from now on.  The memory for overrides was
+   reserved. */
 static amp_result ampi_adapt_override(amp_adapt *m) {
     int64_t i;
     for (i = 0; i < m->n; i++) {
         ampi_adapt_layer *l = &m->layers[i];
         int theirs = ampi_layer_dtype(m->amp, l->name) != AMP_DTYPE_DEFAULT, was = (int)l->fixed;
         if (l->name[0] == 0 || (l->seen & AMPI_SEEN_TIED) || strpbrk(l->name, "*?") != NULL) continue;
-        if (was && strlen(l->name) + 1 == sizeof l->name) continue;     /* perhaps cut off */
+        if (was && strlen(l->name) + 1 == sizeof l->name) continue;     /* the name may have been cut off */
         l->fixed = theirs;
         if (was && !theirs) {
             l->rung = m->desc.n_ladder - 1;
@@ -35368,19 +35438,20 @@ AMP_API AMPI_COLD amp_result amp_adapt_load(amp_adapt *adapt, const amp_state *s
     return result;
 }
 
-/* ---- Recover.  Records arrive some steps late, so a new snapshot is only a candidate until a later step has been
-   applied whose finite loss and gradients were computed from its weights.  Then it replaces the one before; an anomaly
-   drops it.  At most two snapshots are held.
+/* ---- Recover.  Records arrive some steps late.  Therefore a new snapshot is only a candidate at first.  When a later
+   step has been applied, its finite loss and gradients were computed from the candidate's weights.  Then the candidate
+   becomes the good snapshot, and replaces the one before.  An anomaly drops the candidate.  At most two snapshots are
+   held.
 
-   Restoring sets the optimizer's step count back and drops pending results.  Records of undone steps may still arrive,
-   numbered from the last one seen to the last step done.  They are skipped until another number arrives: the new run's,
-   which begins below. */
+   Restoring sets the optimizer's step count back and drops pending results.  Records of undone steps may still arrive.
+   Their numbers are above that of the last record, up to that of the last step done.  They are skipped until a record
+   with another number arrives.  This one is of the new run, whose numbers begin lower. */
 
 /* A point to go back to. */
 typedef struct ampi_recovery_point {
     ampi_snapshot *training;        /* NULL: none */
-    amp_state *host;                /* what .save wrote, or NULL */
-    int64_t attempts, applied;      /* steps done until then */
+    amp_state *host;                /* the state that .save wrote, or NULL */
+    int64_t attempts, applied;      /* steps done and steps applied until then */
 } ampi_recovery_point;
 
 struct amp_recovery {
@@ -35388,13 +35459,13 @@ struct amp_recovery {
     amp_context *amp;
     amp_recovery_desc desc;         /* effective */
     ampi_recovery_point good, candidate;
-    int32_t retries;                /* since .interval good steps */
+    int32_t retries;                /* times that training went back since there were .interval good steps in a row */
     int64_t streak;                 /* applied steps without an anomaly */
     int64_t next;                   /* applied steps at which a snapshot is due */
-    int64_t seen;                   /* the last record's number */
+    int64_t seen;                   /* the number of the last record */
     int64_t undone;                 /* records from seen + 1 to this one are skipped; 0: none */
     int64_t cleaned;                /* 1 + steps done when memory was last cleaned up; 0: not yet */
-    int64_t halvings;               /* of the micro-batch, in force */
+    int64_t halvings;               /* of the micro-batch, less those that were undone */
     int64_t fitted;                 /* good steps since the batch last changed */
     int32_t doubled;                /* 1: the last change was a doubling */
     int32_t failures;               /* doublings followed by a halving */
@@ -35406,7 +35477,7 @@ static void ampi_recovery_drop(ampi_recovery_point *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* The result for a failed user's save or load. */
+/* Returns the error for a .save or .load of the program that failed. */
 static amp_result ampi_host_failed(const char *what, int code) {
     char why[200];
     ampi_host_said(what, code, why, sizeof why);
@@ -35492,7 +35563,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
     return AMP_OK;
 }
 
-/* The recovery and all that it restores are alive. */
+/* Checks that the recovery, its optimizer and its scaler are alive. */
 static amp_result ampi_recovery_alive(const amp_recovery *r, const char *function) {
     AMPI_TRY(ampi_alive(&r->object, function));
     AMPI_TRY(ampi_alive(&r->desc.optimizer->object, function));
@@ -35536,7 +35607,7 @@ AMP_API AMPI_COLD amp_result amp_recovery_create(amp_context *amp, amp_recovery 
 
 /* ---- Planning */
 
-/* A layer's name is its tensor's up to the last dot. */
+/* Makes the pattern of a tensor's layer, whose name is the tensor's up to the last dot. */
 static void ampi_layer_pattern(const char *name, char pattern[64]) {
     const char *dot = strrchr(name, '.');
     size_t n = dot ? (size_t)(dot - name) + 1 : strlen(name);
@@ -35553,7 +35624,7 @@ static int ampi_layer_is_fp32(const amp_context *amp, const char *pattern) {
     return 0;
 }
 
-/* The next wider format: fp16 -> bf16 if the device has it, any other -> fp32. */
+/* Returns the next wider format.  After fp16 this is bf16 if the device has it, and otherwise it is fp32. */
 static amp_dtype ampi_next_dtype(const amp_context *amp) {
     amp_dtype now = ampi_settings(amp)->autocast_dtype;
     amp_choice choice;
@@ -35561,17 +35632,17 @@ static amp_dtype ampi_next_dtype(const amp_context *amp) {
                                                                                                             : AMP_F32;
 }
 
-/* 1: there is a wider format to switch to; levels O2 and O3 keep theirs. */
+/* Returns 1 if there is a wider format to switch to.  Levels O2 and O3 cannot switch. */
 static int ampi_can_widen(const amp_context *amp) {
     const amp_desc *d = ampi_settings(amp);
     return !d->disable && d->autocast_dtype != AMP_F32 && d->level < AMP_LEVEL_O2;
 }
 
-/* A non-finite gradient points to its layer.  A non-finite loss makes every gradient NaN, and a scale at its floor is
-   not due to a single layer: both need a wider format, if there is one. */
+/* Plans a mitigation.  A non-finite gradient points to its layer.  A non-finite loss makes every gradient NaN, and a
+   scale at its floor is not due to a single layer.  Both need a wider format, if there is one. */
 static void ampi_plan_mitigation(const amp_recovery *r, const amp_step_record *record, amp_recovery_event *event) {
     const amp_context *amp = r->amp;
-    /* sharded: this rank's own */
+    /* with shards, first_bad is not the same on all ranks */
     const char *bad = r->desc.optimizer->desc.sharded && ampi_world(amp) > 1 ? NULL : record->result.first_bad;
     int everywhere = record->anomaly == AMP_ANOMALY_LOSS || record->anomaly == AMP_ANOMALY_FLOOR,
         wide = ampi_can_widen(amp);
@@ -35606,11 +35677,11 @@ static amp_recovery_event ampi_event(const amp_recovery *r, amp_recovery_action 
 
 /* ---- Acting */
 
-/* Asks the policy.  1: the policy set the learning rate, so restoring keeps it. */
+/* Asks the program's policy.  Returns 1 if the policy set the learning rate, which restoring then keeps. */
 static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) {
     double lr = r->desc.optimizer->desc.lr;
     amp_recovery_event planned = *event;
-    struct { amp_recovery_event event; double lr; } rule;       /* rank 0's */
+    struct { amp_recovery_event event; double lr; } rule;       /* the answer of rank 0's policy, for all ranks */
     if (r->desc.policy == NULL) return 0;
     AMPI_CALLOUT("the recovery's policy", (r->desc.policy)(r->desc.user, event));
     memset(&rule, 0, sizeof rule);
@@ -35621,7 +35692,7 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     if (event->action < AMP_RECOVERY_NONE || event->action > AMP_RECOVERY_DOUBLE_BATCH) event->action = planned.action;
     if (event->mitigation < AMP_MITIGATE_NONE || event->mitigation > AMP_MITIGATE_DTYPE)
         event->mitigation = planned.mitigation;
-    planned.action = event->action;             /* the policy may change these, and the text */
+    planned.action = event->action;             /* the policy may change only these fields, the layer and the text */
     planned.mitigation = event->mitigation;
     memcpy(planned.layer, event->layer, sizeof planned.layer - 1);
     memcpy(planned.text, event->text, sizeof planned.text - 1);
@@ -35629,7 +35700,8 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
-/* Without fp16 there is nothing to scale, as for settings with "scaler" auto. */
+/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as by settings
+   with "scaler" auto. */
 static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
@@ -35675,7 +35747,8 @@ static void ampi_event_text(amp_recovery_event *e, const amp_step_record *record
     ampi_one_line(e->text);
 }
 
-/* An anomaly that is only reported: snapshots taken after it are useless. */
+/* Notes an anomaly that is only reported.  The candidate is dropped, because it may have been taken after the anomaly.
+   The next good step takes another. */
 static void ampi_note_bad(amp_recovery *r) {
     ampi_recovery_drop(&r->candidate);
     r->streak = r->fitted = 0;
@@ -35706,7 +35779,7 @@ static amp_result ampi_recover(amp_recovery *r, const amp_step_record *record, a
 
 /* ---- Records */
 
-/* 1: the record is of an undone step. */
+/* Returns 1 if the record is of an undone step. */
 static int ampi_is_undone(amp_recovery *r, int64_t step) {
     if (step > r->seen && step <= r->undone) return 1;
     r->undone = 0;
@@ -35740,7 +35813,7 @@ static void ampi_batch_changed(amp_recovery *r, int halvings) {
     r->fitted = 0;
 }
 
-/* 1: the loader's next two micro-batches make one of twice the size. */
+/* Returns 1 if the loader's next two micro-batches make one of twice the size. */
 static int ampi_batch_is_even(const amp_recovery *r) {
     amp_loader_info info;
     if (r->desc.loader == NULL) return 1;
@@ -35748,14 +35821,14 @@ static int ampi_batch_is_even(const amp_recovery *r) {
            info.index + 2 <= info.batches;
 }
 
-/* Good steps before the batch doubles. */
+/* Returns the number of good steps after which the micro-batch doubles.  It grows with the failures. */
 static int64_t ampi_patience(const amp_recovery *r) {
     int64_t interval = r->desc.batch_growth_interval;
     return interval <= 0 || r->failures > 62 || interval > INT64_MAX >> r->failures ? INT64_MAX
                                                                                     : interval << r->failures;
 }
 
-/* Undoes a halving once the batch has fitted long enough. */
+/* Undoes a halving after the micro-batch has fitted long enough. */
 static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
     amp_optimizer *o = r->desc.optimizer;
     amp_recovery_event e = ampi_event(r, AMP_RECOVERY_DOUBLE_BATCH, AMP_ANOMALY_NONE);
@@ -35777,7 +35850,7 @@ static amp_result ampi_double(amp_recovery *r, amp_recovery_event *event) {
 
 static amp_result ampi_recovery_step(amp_recovery *recovery, const amp_step_record *record, amp_recovery_event *event) {
     amp_recovery *r = recovery;
-    amp_step_record all;            /* what happened on some rank */
+    amp_step_record all;            /* the record, with the worst anomaly of all ranks */
     double most[2];
     AMPI_TRY(ampi_need3("amp_recovery_step", r, "recovery", record, "record", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_step"));
@@ -35830,8 +35903,8 @@ static amp_result ampi_halve(amp_recovery *r, amp_recovery_event *e) {
     return AMP_OK;
 }
 
-/* One cleanup per step, then ever smaller micro-batches.  Drops the cycle's accumulated gradients: they may hold part
-   of the failed pass. */
+/* Frees memory, and from the second time in a step on it also halves the micro-batch.  Drops the gradients that were
+   accumulated in this step, because they may have a part of the failed pass. */
 static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_recovery_event *event) {
     amp_recovery *r = recovery;
     amp_recovery_event e;
@@ -35907,7 +35980,7 @@ AMP_API amp_result amp_recovery_save(const amp_recovery *recovery, amp_state *st
     AMPI_TRY(ampi_need3(f, recovery, "recovery", state, "state", prefix, "prefix"));
     AMPI_TRY(ampi_recovery_alive(recovery, f));
     r = *recovery;
-    /* good steps that nothing waits for are not counted, so runs at the same point save the same bytes */
+    /* counts of good steps that have no effect are saved as 0, so that runs at the same point save the same bytes */
     if (r.halvings == 0) r.fitted = 0;
     if (r.retries == 0) r.streak = 0;
     return ampi_as(f, ampi_saved_walk(f, state, NULL, prefix, AMPI_SAVED_TABLE(ampi_recovery_saved, r), &r, 1));
