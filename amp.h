@@ -18549,14 +18549,15 @@ AMP_API AMPI_COLD amp_result amp_tensor_create(amp_context *amp, amp_tensor *out
 
 /* ==== 10 >>tape: implementation ==== */
 
-/* ---- The tape.  Recording adds a node for each call: its kind, inputs and attributes, and the op struct.  The nodes
-   of the last step stay: while a step repeats them, their shapes and plan hold.  When the graph is complete, it is
-   compiled if it is new: which values want gradients, what is fused, the calls of backward, and the memory of each
-   buffer from the first call that uses it to the last.  A node has one output, its value. */
+/* ---- The tape.  Recording adds a node for each call, with its kind, inputs and attributes, and the op struct.  A node
+   has one output, its value.  The nodes of the last step stay.  While a new step repeats the same calls, their shapes
+   and the compiled graph stay valid.  When all calls are recorded, the graph is compiled if it is new.  Compiling
+   decides which values get gradients, what is fused, and which calls backward makes.  It also gives each buffer its
+   memory, from the first call that uses the buffer to the last. */
 
 enum { AMPI_TAPE_INPUTS = 3, AMPI_NONE = -1, AMPI_AGAIN = -2 };
 
-/* In the order of ampi_tape_rows. */
+/* The kinds of nodes, in the order of ampi_tape_rows. */
 typedef enum ampi_kind {
     AMPI_INPUT, AMPI_ADD, AMPI_SCALE, AMPI_RESHAPE, AMPI_SPLIT, AMPI_TRANSPOSE, AMPI_CONCAT, AMPI_MEAN,
     AMPI_LINEAR, AMPI_MATMUL, AMPI_ATTENTION, AMPI_LAYERNORM, AMPI_RMSNORM, AMPI_SOFTMAX, AMPI_ACTIVATION, AMPI_SWIGLU,
@@ -18564,53 +18565,63 @@ typedef enum ampi_kind {
     AMPI_CUSTOM
 } ampi_kind;
 
-/* Of a kind: LOSS: forward writes the gradient too, a scalar comes out.  VIEW: no call, its value lies in its input's.
-   ANY_DY: takes a gradient of any dtype.  OVER_X, OVER_DY: y may be x, dx may be dy.  FLAT: operands are contiguous.
-   ROWS: operands have evenly strided rows.  NEEDS_DX: backward cannot do without any dx.  X, Y, Z: backward reads the
-   first, second, third input; OUT: the output. */
+/* Flags of a kind.
+   X, Y, Z: backward reads the first, second or third input.
+   OUT: backward reads the output.
+   LOSS: the output is a scalar, and forward writes the gradient of the input too.
+   VIEW: there is no call, because the value lies in the memory of its input.
+   ANY_DY: backward takes a gradient of any dtype, otherwise only one of the output's dtype.
+   OVER_X: forward may write y over x.  OVER_DY: backward may write dx over dy.
+   FLAT: operands must be contiguous.  ROWS: operands must have evenly strided rows.
+   NEEDS_DX: backward needs memory for the gradient of each input, also of those that get none. */
 enum {
     AMPI_X = 1, AMPI_Y = 2, AMPI_Z = 4, AMPI_OUT = 8, AMPI_LOSS = 16, AMPI_VIEW = 32, AMPI_ANY_DY = 64,
     AMPI_OVER_X = 128, AMPI_OVER_DY = 256, AMPI_FLAT = 512, AMPI_NEEDS_DX = 1024, AMPI_ROWS = 2048
 };
 
-/* Where an op struct has a tensor and its gradient; 0: nowhere, as .layer is first. */
+/* The offsets of a tensor and of its gradient in an op struct.  0 means that there is none, because every op struct
+   begins with .layer. */
 typedef struct ampi_port { size_t value, gradient; } ampi_port;
 typedef struct ampi_node ampi_node;
 
 typedef struct ampi_tape_row {
-    int32_t id;                     /* for autocast and ampi_calls; AMP_OP_NONE: it decides nothing */
+    int32_t id;                     /* for autocast and ampi_calls; AMP_OP_NONE: autocast decides nothing */
     const char *name;
     int32_t flags;
-    size_t bytes, plan;             /* of the op struct; 0: none */
+    size_t bytes, plan;             /* of the op struct: its size, and the offset of .plan; 0: there is none */
     ampi_port in[AMPI_TAPE_INPUTS], out;
-    size_t stored[2];               /* pointers to floats that forward writes for backward; of a loss: the output */
+    size_t stored[2];               /* offsets of pointers to floats that forward writes for backward; of a loss, that
+                                       of the output; 0: none */
     amp_result (*shape)(const amp_tape *t, ampi_node *n);
 } ampi_tape_row;
 
-/* What a call said, and autocast decided: compared, byte for byte, with the step before. */
+/* The arguments of a call, and what autocast decided.  The key of a new call is compared, byte for byte, with that of
+   the call at the same place in the step before. */
 typedef struct ampi_call_key {
     int32_t kind, variable;
     int32_t in[AMPI_TAPE_INPUTS], act;
-    int32_t stretch;                /* of amp_tape_checkpoint_begin; 0: none */
-    int32_t trains;                 /* bits: params[0], params[1] want gradients */
+    int32_t stretch;                /* the number of the open checkpoint; 0: none */
+    int32_t trains;                 /* bit k: params[k] wants a gradient */
     amp_param *params[2];
     const char *layer;
-    int64_t size[9];                /* numbers of the call; of an input its shape, stride and dtype */
-    double alpha;                   /* of a loss: its factor, the default filled in */
+    int64_t size[9];                /* numbers of the call; of an input: its shape, stride and dtype */
+    double alpha;                   /* of amp_tape_scale; of a loss: its factor, with the default filled in */
     amp_dtype store; int32_t ndim;
     amp_plan plan;
 } ampi_call_key;
 
-/* What each step reads comes first, and the op struct: of long tapes that is memory from beyond the caches. */
+/* What each step reads comes first, together with the op struct, because the nodes of a long tape do not fit into the
+   caches.  Buffers, gradients and other pieces of memory are numbers of slabs, or AMPI_NONE. */
 struct ampi_node {
     ampi_call_key key;
-    amp_tensor y;                   /* shape, dtype, of a view also strides; data once compiled */
-    const void *data;               /* of an input */
+    amp_tensor y;                   /* the value: shape, dtype, of a view also strides; data once compiled */
+    const void *data;               /* of an input: the program's memory */
     int32_t keep;                   /* 1: amp_tape_keep was called in this step */
     int32_t live[2];                /* grad_live of params before the run */
-    int32_t norm;                   /* of an add: the norm that does it */
-    int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
-    int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs of its gradient, and what it contributes to its inputs' */
+    int32_t norm;                   /* of an add: the norm that computes it, or AMPI_NONE */
+    int32_t stretch;                /* the stretch, to be computed again, that it is in: key.stretch, or what a budget
+                                       chose; 0: none */
+    int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs: its gradient, and what it contributes to those of its inputs */
     union {
         amp_linear_op linear; amp_matmul_op matmul; amp_attention_op attention; amp_norm_op norm;
         amp_softmax_op softmax; amp_activation_op activation; amp_swiglu_op swiglu; amp_rope_op rope;
@@ -18618,44 +18629,52 @@ struct ampi_node {
         amp_linear_cross_entropy_op linear_cross_entropy;
         struct { amp_custom_op op; amp_autocast_desc region; } custom;
     } op;
-    int64_t ns[3];                  /* of forward, backward, forward again */
-    int32_t root; int64_t offset;   /* whose memory it is in, and the first element there; itself and 0 */
-    int64_t stored;                 /* floats of each of row->stored */
-    int32_t is_loss;                /* a loss, or a sum or multiple of losses */
-    /* compiled: */
-    int32_t keeps;                  /* `keep` then */
-    int32_t part, best;             /* while a budget chooses: a stretch of the division that is tried; the best one */
-    int64_t held, crossing;         /* and bytes that backward keeps of it; that a cut before it would keep */
-    int32_t users, first;           /* that take it: how many, and the first of them */
+    int64_t ns[3];                  /* nanoseconds of forward, backward, forward again */
+    int32_t root; int64_t offset;   /* of a view: the node whose memory it is in, and its first element there; of other
+                                       nodes: the node itself, and 0 */
+    int64_t stored;                 /* the number of floats of each of row->stored */
+    int32_t is_loss;                /* 1: a loss, or a sum or multiple of losses */
+    /* ampi_tape_compile sets the fields from here on. */
+    int32_t keeps;                  /* `keep` at that time */
+    int32_t part, best;             /* while a budget chooses: its part in the division that is tried; its stretch in
+                                       the best plan so far */
+    int64_t held, crossing;         /* and the bytes that backward keeps of it; those that a cut before it would keep */
+    int32_t users, first;           /* the nodes that read it: how many, and the first of them */
     int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
     int32_t parts;                  /* contributions to its gradient still to come */
-    int32_t whole;                  /* 1: splits take all of it, and nobody else takes any */
+    int32_t whole;                  /* 1: splits divide all of it, and only they contribute to its gradient */
     uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
-    int32_t low;                    /* of a norm, dx in 16 bits; of its branch, that gradient */
-    int32_t buffer, pre, kept[2];
-    int32_t gone;                   /* 1: what takes it writes over it */
-    int32_t escapes, again;         /* in a stretch: a node outside takes its value; it is computed again */
-    int32_t buffer2, pre2, kept2[2];    /* where then */
-    int32_t dsum;
-    double weight;                  /* of is_loss: what it contributes to the loss */
+    int32_t low;                    /* of a norm: the slab of dx in 16 bits; of the branch's layer: the same slab */
+    int32_t buffer, pre, kept[2];   /* slabs of the value, of a linear layer's sums before the activation, and of
+                                       row->stored */
+    int32_t gone;                   /* 1: the node that reads it writes over it */
+    int32_t escapes, again;         /* in a stretch: 1: a node outside reads its value; 1: it is computed again */
+    int32_t buffer2, pre2, kept2[2];    /* the slabs when it is computed again */
+    int32_t dsum;                   /* of a norm: the slab of the gradient that its dx is added to */
+    double weight;                  /* of a node with is_loss: its factor in the loss */
 };
 
 /* A piece of the tape's memory, from the first to the last call that uses it. */
 typedef struct ampi_slab {
     int64_t bytes, offset;
     amp_dtype dtype;
-    int32_t first, last, refs;      /* refs: gradients that it is, not yet read */
-    int32_t whole;                  /* the node whose gradient it is, when splits of that node have theirs in it */
-    int32_t next_first, next_last;  /* others that begin or end with the same call */
+    int32_t first, last, refs;      /* those calls; refs: gradients that lie in it and were not read yet */
+    int32_t whole;                  /* the node whose gradient it is, if the gradients of that node's splits lie in it;
+                                       else AMPI_NONE */
+    int32_t next_first, next_last;  /* the next slab that begins, or ends, with the same call */
 } ampi_slab;
+/* A free piece of the memory. */
 typedef struct ampi_hole { int64_t offset, bytes; } ampi_hole;
 
-/* A call of backward: a node's, or its forward's if .a is AMPI_AGAIN; or y = a + b (b AMPI_NONE: a cast). */
+/* A call of backward.  If there is a node, it is the node's backward, or with AMPI_AGAIN in .a its forward once more.
+   If .node is AMPI_NONE, it is the sum y = a + b of slabs with `count` elements, or with b AMPI_NONE the cast y = a. */
 typedef struct ampi_action { int32_t node, a, b, y; int64_t count; } ampi_action;
-/* A parameter whose gradient is final after call `at` of backward; below 0: after the forward of a loss. */
+/* A parameter whose gradient is final after call `at` of backward.  at below 0: the forward of a loss has written it.
+   k: its place in the node's params, which decides the order of two with the same call. */
 typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
 
-/* HALF: the forward has run, the backward has not. */
+/* IDLE: there was no step yet.  RECORDING: from amp_tape_begin until the call that runs or plans the step.  HALF: the
+   forward has run, the backward has not.  DONE: the step is running or has ended. */
 typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
 enum { AMPI_RUNS = 1, AMPI_TELLS = 2 };
 /* Parts of a step to run. */
@@ -18666,32 +18685,34 @@ struct amp_tape {
     amp_tape_desc desc;
     ampi_tape_state state;
     pthread_t thread;               /* that began the step; changed with the context's lock held */
-    int foreign;                    /* 1: another thread called; changed atomically */
-    int depth;                      /* of regions, the tape's own included */
-    int running;                    /* AMPI_RUNS: calls run, perhaps a callback; AMPI_TELLS: grad_ready runs */
-    int64_t told;                   /* finals before this one have been told */
-    uint32_t stamp;
-    const char *function;           /* the public one that is running */
-    const char *layer;              /* of operators without a weight */
+    int foreign;                    /* 1: another thread made a call during the step; changed atomically */
+    int depth;                      /* the thread's open regions at amp_tape_begin, with the tape's region */
+    int running;                    /* 0: no run; AMPI_TELLS: grad_ready is running; AMPI_RUNS: other parts of a run,
+                                       which may be a custom operator's function */
+    int64_t told;                   /* grad_ready was called for the finals before this one */
+    uint32_t stamp;                 /* of this step, in the high half of its handles */
+    const char *function;           /* the public function that is running */
+    const char *layer;              /* amp_tape_layer's */
     amp_dtype store;                /* amp_tape_store's */
-    int timed;
-    int32_t stretch, stretches;     /* that is open, or 0; so far in this step */
-    amp_result failed; char text[sizeof ampi_error_text];
+    int timed;                      /* amp_tape_time's */
+    int32_t stretch, stretches;     /* the open checkpoint, or 0; the number of checkpoints in this step */
+    amp_result failed; char text[sizeof ampi_error_text];   /* the first failure of this step */
     ampi_node *nodes; int64_t n, node_capacity;
-    int64_t same;                   /* the first so many nodes are as they were compiled */
-    int fresh;                      /* 1: the last node is not */
-    int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
-    int moved;                      /* an input's data moved */
-    int ran;                        /* this step, without failure */
+    int64_t same;                   /* the first so many nodes repeat the compiled graph */
+    int fresh;                      /* 1: the last node does not */
+    int64_t compiled, loss;         /* the number of nodes of the compiled graph, 0 if there is none; its loss, or
+                                       AMPI_NONE */
+    int moved;                      /* 1: the data of an input moved after the op structs were bound */
+    int ran;                        /* 1: this step has run, without failure */
     ampi_seed seed;                 /* of this step's losses, between the two halves */
     const float *grad_scale;        /* of amp_tape_forward */
     ampi_slab *slabs; int64_t n_slabs, slab_capacity;
     ampi_action *actions; int64_t n_actions, action_capacity;
     ampi_hole *holes; int64_t n_holes, hole_capacity;
     ampi_final *finals; int64_t n_finals, final_capacity;
-    int32_t *begins, *ends; int64_t begin_capacity, end_capacity;
+    int32_t *begins, *ends; int64_t begin_capacity, end_capacity;   /* per call: the first slab of each list */
     char *memory; int64_t memory_bytes;
-    int64_t needed;                 /* by the compiled graph */
+    int64_t needed;                 /* bytes that the plan made last takes */
 };
 
 static amp_tensor *ampi_at_port(ampi_node *n, size_t offset) {
@@ -18711,12 +18732,12 @@ static int64_t ampi_shape_count(const amp_tensor *t) {
 
 /* ---- Shapes */
 
-/* A failure of a call that names its layer. */
+/* Fails with a text that begins with the name of the node's layer. */
 static amp_result ampi_shape_fail(const ampi_node *n, const char *function, amp_result result, const char *text) {
     const char *layer = ampi_node_layer(n);
     return ampi_fail(result, function, "%s%s%s", layer ? layer : "", layer ? ": " : "", text);
 }
-/* Says that two shapes do not fit: of values, or of a value and a parameter. */
+/* Fails because two shapes, of values or parameters, do not fit. */
 static amp_result ampi_shape_misfit(const ampi_node *n, const char *function, const char *a, const amp_tensor *at,
                                     const char *b, const amp_tensor *bt) {
     char text[200], a_text[64], b_text[64];
@@ -18730,7 +18751,7 @@ static int ampi_shape_is_same(const amp_tensor *a, const amp_tensor *b) {
     return a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof(int64_t) * (size_t)a->ndim) == 0;
 }
 
-/* As its first input, in this dtype, contiguous. */
+/* Gives a node's value the shape of its first input, in this dtype, contiguous. */
 static void ampi_shape_like(const amp_tape *t, ampi_node *n, amp_dtype dtype) {
     n->y = t->nodes[n->key.in[0]].y;
     n->y.data = NULL;
@@ -18747,7 +18768,7 @@ static amp_result ampi_shape_input(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* A vector parameter of `cols`; NULL is one too. */
+/* Checks that a parameter is a vector of `cols` elements, or NULL. */
 static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const char *name, const amp_param *p,
                                     const amp_tensor *like, int64_t cols) {
     if (p == NULL || (p->weight.ndim == 1 && p->weight.shape[0] == cols)) return AMP_OK;
@@ -18804,7 +18825,7 @@ static amp_result ampi_shape_matmul(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* q [batch, positions, heads dim], k and v [batch, keys, heads or fewer, dim]. */
+/* q is [batch, positions, heads dim]; k and v are [batch, keys, groups dim], where groups divides heads. */
 static amp_result ampi_shape_attention(const amp_tape *t, ampi_node *n) {
     const amp_tensor *q = &t->nodes[n->key.in[0]].y, *k = &t->nodes[n->key.in[1]].y, *v = &t->nodes[n->key.in[2]].y;
     int64_t heads = n->key.size[0], dim = heads > 0 ? q->shape[2] / heads : 0, groups;
@@ -18831,7 +18852,7 @@ static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* size: the shape of the ids. */
+/* key.size is the shape of the ids, and key.ndim the number of its dimensions. */
 static amp_result ampi_shape_embedding(const amp_tape *t, ampi_node *n) {
     const amp_param *table = n->key.params[0], *positions = n->key.params[1];
     int32_t d = n->key.ndim;
@@ -18871,7 +18892,7 @@ static amp_result ampi_shape_reshape(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* The elements size[1] to size[1] + size[2] of dimension size[0]. */
+/* A view of size[2] elements of dimension size[0], from element size[1] on. */
 static amp_result ampi_shape_split(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     int64_t dim = n->key.size[0], first = n->key.size[1], count = n->key.size[2];
@@ -18904,7 +18925,7 @@ static amp_result ampi_shape_transpose(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* Along dimension size[0]; of one input: a contiguous copy. */
+/* Joins two inputs along dimension size[0].  With one input it is a contiguous copy. */
 static amp_result ampi_shape_concat(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0), *other = ampi_input_of(t, n, 1);
     int64_t dim = n->key.size[0];
@@ -18920,7 +18941,7 @@ static amp_result ampi_shape_concat(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* Over the last dimension but one. */
+/* The mean over the last dimension but one. */
 static amp_result ampi_shape_mean(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     if (x->y.ndim < 2)
@@ -18931,7 +18952,8 @@ static amp_result ampi_shape_mean(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* size: of y the shape; its dtype; inputs; whether there is a backward; the operator. */
+/* key.size holds the shape of y, then at these places: y's dtype, the number of inputs, whether there is a backward,
+   and the operator's id. */
 enum { AMPI_CUSTOM_DTYPE = 4, AMPI_CUSTOM_COUNT, AMPI_CUSTOM_BACKWARD, AMPI_CUSTOM_OP };
 static amp_result ampi_shape_custom(const amp_tape *t, ampi_node *n) {
     const int64_t *size = n->key.size;
@@ -19005,7 +19027,7 @@ static int ampi_is_norm(const ampi_node *n) { return n->key.kind == AMPI_LAYERNO
 
 /* ---- Recording */
 
-/* Room for one more element; n: in use. */
+/* Makes room for one more element in an array of which n are in use. */
 static amp_result ampi_tape_grow(amp_tape *t, void **array, int64_t n, int64_t *capacity, size_t size) {
     return n < *capacity ? AMP_OK : ampi_grow(t->object.amp, t->function, array, n, capacity, size);
 }
@@ -19044,8 +19066,9 @@ static ampi_call_key ampi_tape_key(ampi_kind kind) {
     return key;
 }
 
-/* Autocast's decision, by the dtypes that the operator itself would decide by.  A norm that computes in fp32 and
-   returns its input's dtype stores the region's: what reads it is a product as a rule, and would round it to that. */
+/* Sets the plan, as autocast decides it from the same dtypes that the operator itself would pass.  A norm to which the
+   region's policy AMP_CAST_FP32_STORE applies stores its result in the region's dtype, not in that of its input.  The
+   reader of a norm is usually a product, which would round it to that dtype anyway. */
 static amp_result ampi_tape_decide(const amp_tape *t, ampi_call_key *key) {
     const amp_context *amp = t->object.amp;
     const amp_autocast_desc *region = ampi_region_of(amp);
@@ -19066,7 +19089,7 @@ static amp_result ampi_tape_decide(const amp_tape *t, ampi_call_key *key) {
     return AMP_OK;
 }
 
-/* Whether amp_tape_store is for this call. */
+/* Whether the dtype of amp_tape_store applies to this call. */
 static int ampi_tape_stores(const amp_tape *t, const ampi_call_key *key) {
     int32_t kind = key->kind;
     if (key->in[0] >= 0 && t->nodes[key->in[0]].is_loss) return 0;
@@ -19075,7 +19098,7 @@ static int ampi_tape_stores(const amp_tape *t, const ampi_call_key *key) {
            kind == AMPI_EMBEDDING || kind == AMPI_DROPOUT;
 }
 
-/* Losses can be added and scaled, no more: what they contribute to the final one is a number known beforehand. */
+/* Losses can only be added and scaled, so that the factor of each in the final loss is known before anything runs. */
 static amp_result ampi_tape_losses(const amp_tape *t, ampi_node *n) {
     int k, losses = 0, others = 0;
     for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
@@ -19132,7 +19155,8 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     return AMP_OK;
 }
 
-/* Whether a call may be recorded; 0: it failed, now or before. */
+/* Whether a call may be recorded.  It may not if the tape has failed in this step, if it is not recording, or if
+   another thread began the step. */
 static int ampi_tape_ready(amp_tape *t, const char *f) {
     if (t == NULL) { (void)ampi_need(f, NULL, "tape"); return 0; }
     if (ampi_tape_may_record(t, f) != AMP_OK || t->failed != AMP_OK) return 0;
@@ -19140,7 +19164,7 @@ static int ampi_tape_ready(amp_tape *t, const char *f) {
     return 1;
 }
 
-/* Records a call; NULL: it failed, now or before. */
+/* Records a call.  NULL: it failed, and the tape has the failure. */
 static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
     ampi_node *n = NULL;
     amp_result result;
@@ -19152,7 +19176,7 @@ static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value 
     return result == AMP_OK ? n : NULL;
 }
 
-/* Whether calls of this kind take a value as it lies. */
+/* Whether calls of this kind can read a value with its strides. */
 static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
     int i, last = x->ndim - 1;
     int64_t expect = -1;
@@ -19166,7 +19190,7 @@ static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
     return 1;
 }
 
-/* The same, after contiguous copies of operands for kinds that need them. */
+/* Like ampi_tape_put, but first records contiguous copies of the operands that this kind cannot read as they are. */
 static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
     amp_value flat[AMPI_TAPE_INPUTS];
     int i;
@@ -19183,7 +19207,8 @@ static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value
 
 /* ---- Compiling: gradients and fusions */
 
-/* Whether a linear layer's backward goes through its activation itself. */
+/* Whether the backward of a linear layer computes the gradient of its activation itself.  It does not if the layer that
+   reads the value does (dy_before_act). */
 static int ampi_linear_acts(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && n->key.act != AMP_ACT_NONE && !n->op.linear.dy_before_act;
 }
@@ -19191,7 +19216,7 @@ static int ampi_linear_has_pre(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && (n->key.act == AMP_ACT_GELU || n->key.act == AMP_ACT_GELU_ERF);
 }
 
-/* What backward of a node reads: bits of its inputs, and OUT. */
+/* What the backward of a node reads: AMPI_X, _Y and _Z for its inputs, AMPI_OUT for its value. */
 static int32_t ampi_node_keeps(const amp_tape *t, const ampi_node *n) {
     int x = n->key.in[0] >= 0 && t->nodes[n->key.in[0]].wants, y = n->key.in[1] >= 0 && t->nodes[n->key.in[1]].wants;
     if (n->key.kind == AMPI_MATMUL) return (x ? AMPI_Y : 0) | (y ? AMPI_X : 0);
@@ -19220,18 +19245,20 @@ static void ampi_node_reset(ampi_node *n) {
                (n->key.variable || n->key.trains);
 }
 
-/* Whether input k gets a gradient: all but a target, and of a custom operator without a backward. */
+/* Whether gradients pass to input k.  They do not pass to the target of a loss, nor through a custom operator without a
+   backward. */
 static int ampi_node_passes(const ampi_node *n, int k) {
     if (n->key.kind == AMPI_CUSTOM) return n->key.size[AMPI_CUSTOM_BACKWARD] != 0;
     return n->key.kind != AMPI_MSE || k == 0;
 }
 
-/* What a loss's gradient is multiplied by. */
+/* The factor of a loss's gradient. */
 static float ampi_loss_factor(const ampi_node *n) {
     return (float)n->key.alpha * (float)n->weight;
 }
 
-/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches. */
+/* Counts users, and finds the nodes that want a gradient.  These are the nodes that the loss depends on and that depend
+   on a parameter or variable. */
 static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp host = ampi_fp_begin();
     int32_t i, k;
@@ -19259,14 +19286,19 @@ static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp_end(host);
 }
 
-/* An add whose sum a norm takes first is done by it.  An activation of a linear layer whose only user is another goes
-   into that one's backward.  A value that splits take apart completely has its gradient in one piece: each end of a
-   part but the first and the last is the beginning of another. */
+/* A hash of x. */
 static uint64_t ampi_mixed(int64_t x) {
     uint32_t words[4];
     amp_philox(0, 0, (uint64_t)x, words);
     return words[0] | (uint64_t)words[1] << 32;
 }
+/* Decides what is fused.
+   An add is computed by the norm that reads its sum, if that norm is its first user.
+   If the only user of a linear layer is another linear layer, the backward of the second computes the gradient of the
+   first one's activation.
+   If splits divide a value completely, its gradient is one piece of memory, and the splits' gradients are parts of it.
+   Each part adds the hash of its beginning to .split and subtracts the hash of its end.  Where one part follows another,
+   these cancel, so a complete division leaves the hash of 0 minus that of the size. */
 static void ampi_tape_fuse(amp_tape *t) {
     int32_t i, k;
     for (i = 0; i < t->n; i++) {
@@ -19295,7 +19327,8 @@ static void ampi_tape_fuse(amp_tape *t) {
     }
 }
 
-/* ---- Compiling: slabs */
+/* ---- Compiling: slabs.  Times are numbers of calls.  Call i below t->n is the forward of node i, and call t->n + i is
+   action i of backward. */
 
 static amp_result ampi_tape_bytes(amp_tape *t, int64_t count, amp_dtype dtype, int32_t time, int32_t *out) {
     ampi_slab *p;
@@ -19305,7 +19338,7 @@ static amp_result ampi_tape_bytes(amp_tape *t, int64_t count, amp_dtype dtype, i
     *out = (int32_t)t->n_slabs;
     p = &t->slabs[t->n_slabs++];
     memset(p, 0, sizeof *p);
-    p->bytes = AMPI_MAX(((int64_t)bytes - 1) / 256 + 1, 1) * 256;     /* an address of its own without elements too */
+    p->bytes = AMPI_MAX(((int64_t)bytes - 1) / 256 + 1, 1) * 256;     /* not 0, so each slab has a separate address */
     p->dtype = dtype;
     p->first = p->last = time;
     p->whole = AMPI_NONE;
@@ -19320,7 +19353,8 @@ static void ampi_tape_use(amp_tape *t, int32_t slab, int32_t time) {
     t->slabs[slab].last = AMPI_MAX(t->slabs[slab].last, time);
 }
 
-/* Whether a call may write its output, or a loss its gradient, over the first input: nobody else reads that. */
+/* Whether a node may write its output, or a loss its gradient, over its first input x.  It may if no other call reads x
+   later. */
 static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_node *x, amp_dtype dtype) {
     const ampi_tape_row *row = ampi_row_of(x);
     return x->users == 1 && !x->keep && x->stretch == n->stretch && x->key.kind != AMPI_INPUT &&
@@ -19329,7 +19363,7 @@ static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_
            !(n->wants && (ampi_node_keeps(t, n) & AMPI_X));
 }
 
-/* The memory of the forward: call i is node i's; an add in a norm is done by that. */
+/* Plans the memory of the forward.  An add that a norm computes has the time of the norm. */
 static amp_result ampi_tape_plan_forward(amp_tape *t) {
     int32_t i, k;
     for (i = 0; i < t->n; i++) {
@@ -19369,7 +19403,8 @@ static amp_result ampi_tape_act(amp_tape *t, int32_t node, int32_t a, int32_t b,
     return AMP_OK;
 }
 
-/* Adds a contribution to the gradient of node v, the later ones first.  The sum is fp32 until the last. */
+/* Adds a slab to the gradient of node v.  Contributions come from the last user first, because backward takes the nodes
+   in reverse.  The sum is fp32 until the last contribution, which rounds it to the value's dtype. */
 static amp_result ampi_tape_contribute(amp_tape *t, int32_t v, int32_t slab) {
     ampi_node *n = &t->nodes[v];
     int32_t have = n->grad, sum = have;
@@ -19388,7 +19423,7 @@ static amp_result ampi_tape_contribute(amp_tape *t, int32_t v, int32_t slab) {
     return AMP_OK;
 }
 
-/* The gradient, in one piece, of a value that splits take apart. */
+/* Makes the gradient, in one piece, of a value that splits divide, and uses it at this time. */
 static amp_result ampi_tape_whole(amp_tape *t, int32_t v, int32_t time) {
     ampi_node *n = &t->nodes[v];
     if (n->grad < 0) {
@@ -19400,7 +19435,8 @@ static amp_result ampi_tape_whole(amp_tape *t, int32_t v, int32_t time) {
     return AMP_OK;
 }
 
-/* Where the call at `time` writes the gradient of input k: into the whole, if it is all of a split's gradient. */
+/* Chooses where the call at `time` writes the gradient of input k.  If that input is a split of a whole value, and this
+   is the only contribution to the split's gradient, the call writes directly into the gradient of the whole. */
 static amp_result ampi_tape_new_dx(amp_tape *t, int32_t i, int k, int32_t time) {
     ampi_node *n = &t->nodes[i];
     const ampi_node *x = &t->nodes[n->key.in[k]];
@@ -19412,7 +19448,8 @@ static amp_result ampi_tape_new_dx(amp_tape *t, int32_t i, int k, int32_t time) 
     return ampi_tape_slab(t, &x->y, x->y.dtype, time, &n->dx[k]);
 }
 
-/* A loss: its gradient is written by the forward, over the input if nobody else reads it. */
+/* Plans the gradient of a loss's input.  The forward of the loss writes it, over the input where ampi_may_overwrite
+   allows that. */
 static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     ampi_node *x = &t->nodes[n->key.in[0]];
@@ -19423,8 +19460,9 @@ static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
-/* A norm adds what its input's gradient is so far.  If its input is the sum of a stream in fp32 and a branch whose last
-   layer computes in 16 bits, it writes the gradient in these too. */
+/* Plans the gradient of a norm's input.  The norm's backward adds the gradient that its input has so far (.dsum).  If
+   the input is the sum of a stream in fp32 and a branch whose last layer computes in 16 bits, the norm also writes the
+   gradient in that dtype (.dx_low), for that layer. */
 static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
     ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]], *branch;
     int32_t have = x->grad, k;
@@ -19451,7 +19489,8 @@ static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
     return AMP_OK;
 }
 
-/* The gradient of node i as its backward takes it: in its dtype, and its own if it is overwritten. */
+/* Makes the gradient of node i what its backward can read: in the value's dtype, unless the kind takes any.  A linear
+   layer with an activation overwrites its gradient, so it gets a separate copy if other nodes have the same slab. */
 static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int acts = ampi_linear_acts(n), any = (ampi_row_of(n)->flags & AMPI_ANY_DY) && !acts;
@@ -19465,7 +19504,8 @@ static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
     return AMP_OK;
 }
 
-/* Its gradient is that of all its inputs, or of its one input with another shape. */
+/* Plans the backward of an add or a reshape, without a call.  The gradient of the node is also the gradient of each
+   input, of a reshape with another shape. */
 static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int k;
@@ -19478,7 +19518,8 @@ static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     return AMP_OK;
 }
 
-/* A split's gradient goes into that of its input, if it is not written there already. */
+/* Plans the backward of a split: a call that copies its gradient into that of its input, unless it was written there
+   already. */
 static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]];
     int32_t grad = n->grad;
@@ -19500,7 +19541,7 @@ static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
-/* Whether backward of n, and computing n again, read x where it was computed again. */
+/* Whether the backward of n, and computing n again, read the value of x that was computed again. */
 static int ampi_reads_again(const ampi_node *n, const ampi_node *x) {
     return x->again && x->stretch == n->stretch;
 }
@@ -19511,7 +19552,7 @@ static int ampi_takes_act(const ampi_node *n, const ampi_node *x) {
     return n->key.kind == AMPI_LINEAR && x->key.kind == AMPI_LINEAR && x->op.linear.dy_before_act;
 }
 
-/* What the backward call reads of the forward's memory. */
+/* Extends the time of the slabs of the forward that the backward of node i reads. */
 static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
     ampi_node *n = &t->nodes[i];
     int32_t keeps = ampi_node_keeps(t, n), k;
@@ -19526,17 +19567,17 @@ static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
     else ampi_tape_use(t, ampi_buffer_for(n, x), now);
 }
 
-/* ---- Compiling: stretches that are computed again before their backward.  What leaves a stretch stays; of the rest
-   only what backward reads is computed again, into memory of its own, and what that takes. */
+/* ---- Compiling: stretches that are computed again before their backward.  Values that nodes outside a stretch read
+   stay.  Of the others, those that backward reads are computed again into new memory, and so is what they depend on. */
 
 static void ampi_again_input(amp_tape *t, const ampi_node *n, int k) {
     ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
     if (x == NULL || x->stretch != n->stretch || x->escapes) return;
     x->again = 1;
-    if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* which does it */
+    if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* because the norm computes it */
 }
 
-/* Finds what to compute again of the stretch that ends with node `last`; returns its first node. */
+/* Finds what to compute again of the stretch that ends with node `last`.  Returns the first node of the stretch. */
 static int32_t ampi_tape_again(amp_tape *t, int32_t last) {
     int32_t i, k, stretch = t->nodes[last].stretch;
     for (i = last; i >= 0 && t->nodes[i].stretch == stretch; i--) {
@@ -19578,7 +19619,7 @@ static amp_result ampi_tape_plan_again(amp_tape *t, int32_t last) {
     return AMP_OK;
 }
 
-/* The backward call of node i, whose gradient is complete. */
+/* Plans the backward call of node i, whose gradient is complete. */
 static amp_result ampi_tape_plan_node(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int32_t flags = ampi_row_of(n)->flags, now, k;
@@ -19619,7 +19660,7 @@ static amp_result ampi_tape_plan_backward(amp_tape *t) {
     return AMP_OK;
 }
 
-/* ---- Compiling: when the gradient of each parameter is final, after the last call that adds to it */
+/* ---- Compiling: when the gradient of each parameter is final.  It is final after the last call that adds to it. */
 
 static int ampi_final_order(const ampi_final *x, const ampi_final *y) {
     return x->at != y->at ? (x->at > y->at) - (x->at < y->at) : x->k - y->k;
@@ -19664,14 +19705,15 @@ static amp_result ampi_tape_plan_finals(amp_tape *t) {
     return AMP_OK;
 }
 
-/* ---- Compiling: memory.  Each slab takes the smallest hole that fits, from its first call to its last. */
+/* ---- Compiling: memory.  From its first call to its last, each slab has the smallest hole that is large enough.
+   Holes are kept in the order of their offsets, and neighbours are joined. */
 
 static amp_result ampi_tape_take(amp_tape *t, ampi_slab *p, int64_t *end) {
     int64_t i, best = AMPI_NONE, last = t->n_holes - 1;
     int joins;
     for (i = 0; i < t->n_holes; i++)
         if (t->holes[i].bytes >= p->bytes && (best < 0 || t->holes[i].bytes < t->holes[best].bytes)) best = i;
-    if (best < 0) {                 /* at the end, from a hole there if any */
+    if (best < 0) {                 /* at the end of the memory; a hole there becomes its beginning */
         joins = last >= 0 && t->holes[last].offset + t->holes[last].bytes == *end;
         p->offset = joins ? t->holes[last].offset : *end;
         t->n_holes -= joins;
@@ -19741,7 +19783,7 @@ static amp_result ampi_tape_allocate(amp_tape *t) {
     amp_context *amp = t->object.amp;
     void *memory;
     if (t->needed <= t->memory_bytes) return AMP_OK;
-    if (t->memory != NULL) ampi_settings_changed(amp);     /* captured graphs have its addresses */
+    if (t->memory != NULL) ampi_settings_changed(amp);     /* because captured graphs contain its addresses */
     amp_free(amp, t->memory);
     t->memory = NULL;
     t->memory_bytes = 0;
@@ -19753,7 +19795,7 @@ static amp_result ampi_tape_allocate(amp_tape *t) {
 
 /* ---- Compiling: op structs */
 
-/* A tensor of this shape in a slab, contiguous. */
+/* A contiguous tensor of this shape in a slab, in the slab's dtype.  Without a slab it is empty. */
 static amp_tensor ampi_tape_view(const amp_tape *t, const amp_tensor *like, int32_t slab) {
     amp_tensor view = *like;
     if (slab < 0) { memset(&view, 0, sizeof view); return view; }
@@ -19763,7 +19805,7 @@ static amp_tensor ampi_tape_view(const amp_tape *t, const amp_tensor *like, int3
     return view;
 }
 
-/* The gradient of a value in a slab: a split's may lie in that of what it is a part of. */
+/* The gradient of a value in a slab.  That of a split may be a part of the gradient of the value that was split. */
 static amp_tensor ampi_tape_gradient_view(const amp_tape *t, const ampi_node *n, int32_t slab) {
     amp_tensor view = ampi_tape_view(t, &n->y, slab), all;
     int i;
@@ -19786,7 +19828,8 @@ static amp_tensor ampi_as_heads(const amp_tensor *t, int64_t dim) {
     return view;
 }
 
-/* again: for the call in backward, and computing again before it. */
+/* Writes the tensors of a linear layer into its op struct.  again 0: for the forward.  again 1, in these functions: for
+   the backward of a stretch, and for computing it again before that. */
 static void ampi_bind_linear(const amp_tape *t, ampi_node *n, int again) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_linear_op *op = &n->op.linear;
@@ -19823,7 +19866,8 @@ static void ampi_bind_heads(ampi_node *n) {
     for (i = 0; i < count; i++) *tensors[i] = ampi_as_heads(tensors[i], dim);
 }
 
-/* Of what is computed again, a view that is not goes on to look at the memory of the first time. */
+/* Sets the data of a view.  If its root is computed again and the view is not, the view stays in the memory that the
+   forward wrote. */
 static void ampi_bind_view(const amp_tape *t, ampi_node *n, int again) {
     const ampi_node *root = &t->nodes[n->root];
     void *data = root->y.data;
@@ -19862,14 +19906,14 @@ static void ampi_bind_node(amp_tape *t, int32_t i, int again) {
     if (n->key.kind == AMPI_ATTENTION || n->key.kind == AMPI_ROPE) ampi_bind_heads(n);
 }
 
-/* Writes where everything lies into the op structs. */
+/* Writes the addresses of all values and gradients into the op structs. */
 static void ampi_tape_bind(amp_tape *t) {
     int32_t i;
     for (i = 0; i < t->n; i++) ampi_bind_node(t, i, 0);
     t->moved = 0;
 }
 
-/* With the stretches that the nodes say. */
+/* Makes a plan with the stretches that are in the nodes' .stretch. */
 static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     t->n_slabs = t->n_actions = 0;
     ampi_tape_wants(t, loss);
@@ -19884,23 +19928,26 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     return ampi_tape_place(t);
 }
 
-/* ---- Compiling: a budget.  The step is divided into 1, 2, 3, ... parts that keep about as many bytes each, cut where
-   few bytes cross.  Of a division that fits when all its parts are computed again, the dearest for their bytes are
-   kept, as many as fit.  The cheapest of these is taken.  Every try is a plan, so what fits is known, not guessed. */
+/* ---- Compiling: a budget.  If a step takes more bytes than .memory_budget, parts of it are computed again.  The step
+   is divided into 1, 2, 3, ... parts that keep about the same number of bytes, with cuts where few bytes cross.  If the
+   budget suffices with all parts of a division computed again, as many parts as fit are kept instead.  Those that cost
+   most per byte are kept first.  The cheapest plan of all divisions is taken.  Every try is a complete plan, so what
+   fits is known and not estimated. */
 
-enum { AMPI_BUDGET_TRIES = 4,       /* divisions after the best one */
-       AMPI_BUDGET_OPERATIONS = 64 };   /* that cost as much as a byte moved */
+enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after so many divisions that are no better than the best */
+       AMPI_BUDGET_OPERATIONS = 64 };   /* so many operations cost as much as a byte that is moved */
 
-/* A part of the step, `last` included. */
+/* A part of the step, from node `first` to node `last`, both included. */
 typedef struct ampi_slice { int32_t first, last; double cost, held; } ampi_slice;
 typedef struct ampi_budget {
-    int32_t loss, n;                /* parts of the division that is tried */
+    int32_t loss, n;                /* n: the number of parts of the division that is tried */
     ampi_slice *parts; int64_t capacity;
-    int64_t total, least;           /* bytes that backward keeps without any; that some division takes */
-    double best;                    /* the cost of what fits; infinite: nothing yet */
+    int64_t total, least;           /* bytes that backward keeps if nothing is computed again; the fewest bytes that
+                                       any plan took */
+    double best;                    /* the cost of the best plan that fits; AMPI_DBL_MAX: there is none yet */
 } ampi_budget;
 
-/* What a call costs: bytes, and operations of products. */
+/* What a call costs, in bytes moved.  The operations of products are converted to bytes. */
 static double ampi_node_cost(const amp_tape *t, const ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     double elements = (double)ampi_shape_count(&n->y), bytes = elements * (double)amp_dtype_size(n->y.dtype), terms = 0;
@@ -19916,14 +19963,15 @@ static double ampi_node_cost(const amp_tape *t, const ampi_node *n) {
     return bytes + 2 * elements * terms / (double)AMPI_BUDGET_OPERATIONS;
 }
 
-/* After a plan without stretches of its own: what backward keeps of each node, and what crosses each cut. */
+/* Called after a plan in which only the program's checkpoints are computed again.  Finds how many bytes backward keeps
+   of each node, and how many cross a cut before it. */
 static void ampi_budget_measure(amp_tape *t, ampi_budget *b) {
     int64_t i, crossing = 0;
     int k;
     for (i = 0; i < t->n; i++) { t->nodes[i].held = t->nodes[i].crossing = 0; t->nodes[i].part = 0; }
     for (i = 0; i < t->n_slabs; i++)
         if (t->slabs[i].first < t->n && t->slabs[i].last >= t->n) t->nodes[t->slabs[i].first].held += t->slabs[i].bytes;
-    for (i = 0; i < t->n; i++)          /* part: the last node that takes it, until there are parts */
+    for (i = 0; i < t->n; i++)          /* .part is the last node that reads it here, until there are parts */
         for (k = 0; k < AMPI_TAPE_INPUTS; k++)
             if (t->nodes[i].key.in[k] >= 0) t->nodes[t->nodes[t->nodes[i].key.in[k]].root].part = (int32_t)i;
     for (i = 0; i < t->n; i++) {
@@ -19936,7 +19984,8 @@ static void ampi_budget_measure(amp_tape *t, ampi_budget *b) {
     for (i = 0; i < t->n; i++) t->nodes[i].crossing = crossing += t->nodes[i].crossing;
 }
 
-/* The end of the part that begins with node `first` and keeps up to `limit` bytes: the best cut in its second half. */
+/* The end of the part that begins with node `first` and keeps up to `limit` bytes.  Of the cuts after at least half of
+   `limit`, it is the one that the fewest bytes cross.  A part also ends before a loss or a checkpoint. */
 static int32_t ampi_budget_cut(const amp_tape *t, int32_t first, int64_t limit) {
     int64_t held = 0;
     int32_t i, cut = AMPI_NONE;
@@ -19949,7 +19998,7 @@ static int32_t ampi_budget_cut(const amp_tape *t, int32_t first, int64_t limit) 
     return i;
 }
 
-/* Divides the step; checkpoints and losses stay as they are. */
+/* Divides the step into parts that keep up to `limit` bytes.  Checkpoints and losses belong to no part. */
 static amp_result ampi_budget_divide(amp_tape *t, ampi_budget *b, int64_t limit) {
     int32_t i = 0, k;
     b->n = 0;
@@ -19966,7 +20015,8 @@ static amp_result ampi_budget_divide(amp_tape *t, ampi_budget *b, int64_t limit)
     return AMP_OK;
 }
 
-/* A plan where all parts are computed again but the first `kept` of b->parts; what it costs. */
+/* Plans the step with all parts computed again but the first `kept` of b->parts.  *cost receives what computing them
+   again costs.  If the plan fits and costs less than the best before, it becomes the best. */
 static amp_result ampi_budget_try(amp_tape *t, ampi_budget *b, int32_t kept, double *cost) {
     int32_t i, k;
     for (i = 0; i < b->n; i++)
@@ -19981,14 +20031,15 @@ static amp_result ampi_budget_try(amp_tape *t, ampi_budget *b, int32_t kept, dou
     return AMP_OK;
 }
 
-/* Those that cost most for a byte first; of equal ones the last, whose backward comes first. */
+/* Sorts the parts that cost most per byte to the beginning.  Of equal ones the last comes first, because its backward
+   does. */
 static int ampi_compare_parts(const void *a, const void *b) {
     const ampi_slice *x = (const ampi_slice *)a, *y = (const ampi_slice *)b;
     double p = x->cost * y->held, q = y->cost * x->held;
     return p != q ? (p < q) - (p > q) : y->first - x->first;
 }
 
-/* One division: all parts, then with as many kept as fit. */
+/* Tries one division, first with all parts computed again, then with as many kept as fit. */
 static amp_result ampi_budget_search(amp_tape *t, ampi_budget *b) {
     int32_t low = 0, high = b->n, i, k;
     double cost;
@@ -20052,7 +20103,8 @@ static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
 
 /* ---- Running */
 
-/* y = alpha a + beta b, of views with y's shape; b NULL: alpha a.  A dimension of a or b with stride 0 is repeated. */
+/* y = alpha a + beta b, for views with y's shape.  If b is NULL, y = alpha a.  A dimension of a or b with stride 0 is
+   repeated. */
 static amp_result ampi_tape_sum(amp_tape *t, const amp_tensor *a, float alpha, const amp_tensor *b, float beta,
                                 const amp_tensor *y) {
     amp_context *amp = t->object.amp;
@@ -20085,7 +20137,7 @@ static amp_result ampi_tape_flat_sum(amp_tape *t, const amp_tensor *a, float alp
     return ampi_as(t->function, (amp->backend->add)(amp->dev, &k, amp->desc.stream));
 }
 
-/* The part of a view: `count` elements of dimension dim, from `first` on. */
+/* A part of a view: the `count` elements of dimension dim from `first` on. */
 static amp_tensor ampi_part_of(const amp_tensor *t, int64_t dim, int64_t first, int64_t count) {
     amp_tensor part = *t;
     int i;
@@ -20123,7 +20175,7 @@ static void ampi_mean_factor(const int64_t *n, float *out) {
     ampi_fp_end(host);
 }
 
-/* Rows of [..., rows, cols] into their means: sums in fp32, one rounding. */
+/* Computes the means of the rows of [..., rows, cols].  The sums are fp32, and the means are rounded once. */
 static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
     amp_context *amp = t->object.amp;
     const ampi_node *x = &t->nodes[n->key.in[0]];
@@ -20161,7 +20213,8 @@ static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* Sums gradients per head of each group, [batch, keys, repeat, dim], into those of its one head, with one rounding. */
+/* Sums the gradients of the `repeat` heads of a group, [batch, keys, repeat, dim], into the gradient of the head of k
+   or v that they share.  The sum is fp32 (sum32) and is rounded once. */
 static amp_result ampi_group_sum(amp_tape *t, const amp_tensor *heads, int64_t repeat, const amp_tensor *sum32,
                                  const amp_tensor *out) {
     int64_t i;
@@ -20173,7 +20226,7 @@ static amp_result ampi_group_sum(amp_tape *t, const amp_tensor *heads, int64_t r
     return ampi_tape_sum(t, &last, 1, sum32, 1, out);
 }
 
-/* A call for each group: q's heads that share one of k and v. */
+/* Calls attention for one group, which is the heads of q that share a head of k and v. */
 static amp_result ampi_run_group(amp_tape *t, ampi_node *n, int64_t group, int64_t repeat, int backward,
                                  char *scratch) {
     amp_context *amp = t->object.amp;
@@ -20225,7 +20278,7 @@ static amp_result ampi_run_attention(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* In place: what is turned is first copied to where it shall be. */
+/* RoPE works in place, so the input is first copied to the memory of the result, unless it is there. */
 static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_rope_op *op = &n->op.rope;
@@ -20236,7 +20289,8 @@ static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     return backward ? amp_rope_backward(t->object.amp, op) : amp_rope(t->object.amp, op);
 }
 
-/* A split's gradient into that of the whole: into its part, or beside zeros. */
+/* Copies a split's gradient into its part of the input's gradient.  Unless that is the gradient of a whole value, this
+   split has a separate copy of it, and the rest of the copy becomes zeros. */
 static amp_result ampi_run_split(amp_tape *t, ampi_node *n) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_context *amp = t->object.amp;
@@ -20267,7 +20321,9 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
-/* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
+/* ampi_callback_begin and _end enclose a call of the program's function during a run.  Between them the innermost
+   region has these settings and decides anew, while the run itself repeats recorded plans.  _end restores that region
+   and the seed, closes the regions that the function left open, and checks what the function returned. */
 typedef struct ampi_callback { int depth, out; ampi_region replays; ampi_seed seed; } ampi_callback;
 static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
@@ -20302,7 +20358,7 @@ static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const
                      layer ? ": " : "", what, (int)result, why);
 }
 
-/* In a region like the one it was recorded in, whose decisions it makes. */
+/* Calls a function of a custom operator, in a region with the settings that were valid when it was recorded. */
 static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     const amp_custom_op *op = &n->op.custom.op;
     const uint64_t scale = backward ? ampi_seed_scale(t->object.amp) : 0;
@@ -20342,8 +20398,8 @@ static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
     }
 }
 
-/* What a loss starts its gradient from: with a factor of 0 from zeros.  One that nothing is wanted of computes the loss
-   alone. */
+/* Sets what a loss starts its gradient from.  A factor of 0 is written as AMP_EXPLICIT_ZERO, because 0 stands for the
+   default.  If no gradient of the loss is wanted, the operator computes its value alone. */
 static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp host = ampi_fp_begin();
     float factor = n->wants ? ampi_loss_factor(n) : 1;
@@ -20360,7 +20416,7 @@ static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp_end(host);
 }
 
-/* pass: as amp_tape_node_info.seconds. */
+/* Runs a node, and times it if amp_tape_time is on.  pass: the index in amp_tape_node_info.seconds. */
 static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
     const amp_system *s = &t->object.amp->system;
     int64_t began;
@@ -20388,7 +20444,8 @@ static amp_result ampi_tape_run_forward(amp_tape *t, const float *grad_scale) {
     return AMP_OK;
 }
 
-/* Computes node i again, by its plan; the stretch's op structs go over to what is computed again. */
+/* Computes node i again, by its recorded plan.  ampi_tape_enter_stretch has bound its op struct to the memory for
+   that. */
 static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
     amp_context *amp = t->object.amp;
     amp_result result;
@@ -20399,7 +20456,8 @@ static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
     return result;
 }
 
-/* Before the first backward call of a stretch: all its nodes are bound once more. */
+/* Called before each backward call of a node.  Before the first of a stretch it binds all nodes of the stretch to the
+   memory of what is computed again. */
 static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch) {
     int32_t now = t->nodes[node].stretch, i = node;
     if (now == *stretch) return;
@@ -20409,7 +20467,7 @@ static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch)
     for (; i < t->n && t->nodes[i].stretch == now; i++) ampi_bind_node(t, i, 1);
 }
 
-/* Tells of gradients that are final once call `at` of backward is done. */
+/* Calls grad_ready for the gradients that are final after call `at` of backward, and were not before. */
 static amp_result ampi_tape_tell(amp_tape *t, int64_t at) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     for (; t->told < t->n_finals && t->finals[t->told].at <= at; t->told++) {
@@ -20446,7 +20504,8 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
     return ampi_tape_tell(t, t->n_actions);
 }
 
-/* Ends the step: its region closes, whatever happened, and those of the context inside it. */
+/* Ends the step.  Closes the tape's region, and regions of the same context that are still open inside it, also where
+   this fails. */
 static amp_result ampi_tape_close(amp_tape *t, const char *f) {
     int inner = ampi_thread.regions - t->depth, i;
     t->state = AMPI_TAPE_DONE;
@@ -20458,7 +20517,7 @@ static amp_result ampi_tape_close(amp_tape *t, const char *f) {
                                : "the tape's region was closed: call amp_autocast_end only for your own regions");
 }
 
-/* After a run that failed: gradients that it began are not live. */
+/* Called after a run that failed.  Gradients that were not live before the run are not live after it. */
 static void ampi_tape_unlive(amp_tape *t) {
     int64_t i;
     int k;
@@ -20467,7 +20526,8 @@ static void ampi_tape_unlive(amp_tape *t) {
             if (!t->nodes[i].live[k]) ampi_gradient_live(t->nodes[i].key.params[k], 0);
 }
 
-/* Ends a step that has a forward and gets no backward. */
+/* Ends a step whose forward has run and whose backward will not.  If a loss has already added to a gradient that was
+   live, it logs a warning that names the first such parameter. */
 static void ampi_tape_give_up(amp_tape *t, const char *f) {
     int64_t i;
     int k;
@@ -20485,7 +20545,8 @@ static void ampi_tape_give_up(amp_tape *t, const char *f) {
         }
 }
 
-/* A callback never returned, so that the run has no end: nothing of it is kept. */
+/* Called when a callback did not return, for example because of longjmp.  The run then never ended, and nothing of it
+   is kept. */
 static void ampi_tape_left(amp_tape *t) {
     t->running = 0;
     t->ran = 0;
@@ -20494,7 +20555,7 @@ static void ampi_tape_left(amp_tape *t) {
     ampi_tape_unlive(t);
 }
 
-/* Compiles the graph if it is new, and takes its memory. */
+/* Compiles the graph if it is new, and allocates its memory. */
 static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     if (t->n == t->compiled && t->same == t->n && t->loss == loss) {
         if (t->moved) ampi_tape_bind(t);
@@ -20508,7 +20569,8 @@ static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     return AMP_OK;
 }
 
-/* Notes which gradients are live.  Those that backward would add to and must not are refused before anything runs. */
+/* Notes which gradients are live.  Fails if backward would add to a gradient that it must not add to, before anything
+   runs. */
 static amp_result ampi_tape_admit(amp_tape *t, const char *f, const float *grad_scale) {
     uint64_t scale = ampi_scale_at(t->object.amp, grad_scale);
     int64_t i;
@@ -20525,7 +20587,7 @@ static amp_result ampi_tape_admit(amp_tape *t, const char *f, const float *grad_
     return AMP_OK;
 }
 
-/* A failure ends the step, and is returned with the name of what failed. */
+/* Runs the halves of a step that are in `parts`.  A failure ends the step; its text names the function that failed. */
 static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     int depth = ampi_thread.regions;
@@ -20547,7 +20609,8 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
     return strncmp(t->text + 8, f, strlen(f)) == 0 ? result : ampi_fail_again(f, result, t->text);
 }
 
-/* All ways to end recording: its region closes, and the loss, or -1, is checked before anything runs. */
+/* Every function that ends recording calls this.  It closes the tape's region, and checks the loss before anything
+   runs.  *out receives the node of the loss, or AMPI_NONE without a loss. */
 static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_value value, int32_t *out) {
     amp_result result;
     int32_t loss = AMPI_NONE;
@@ -20585,7 +20648,7 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
     return AMP_OK;
 }
 
-/* After amp_tape_forward. */
+/* Does the second half of a step, after amp_tape_forward. */
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
@@ -20597,7 +20660,7 @@ static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value lo
                          "grad_scale differs from that of amp_tape_forward: pass the same to both");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
-    ampi_regions.seed = t->seed;        /* other losses may have come since */
+    ampi_regions.seed = t->seed;        /* because other losses may have run since */
     return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
 }
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
@@ -20624,8 +20687,9 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
 
 /* ---- Steps and models that a tape still needs */
 
-/* Whether a tape that this thread began is between the halves of its run or, with a model, is recording or between them
-   with one of its parameters.  Other threads' tapes are theirs to look at. */
+/* Without a model: whether a tape of this thread has run its forward and not its backward.  With a model: whether a
+   tape of this thread that has done so, or is recording, uses a parameter of the model.  Tapes of other threads are not
+   read, because those threads may be changing them. */
 static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     const ampi_object *o;
     int64_t i;
@@ -20644,7 +20708,8 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_unlock(amp);
     return waits;
 }
-/* Whether a tape that this thread runs may still need one of n parameters as it was, or its gradient. */
+/* Whether a tape that this thread is running may still need one of n parameters unchanged, or its gradient.  In
+   grad_ready these are the parameters that grad_ready will be called for later; in other callbacks, all. */
 static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n) {
     const ampi_callout *c = ampi_callout_now(AMPI_STACK);
     const ampi_object *o;
@@ -20661,7 +20726,7 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
     ampi_unlock(amp);
     return runs;
 }
-/* Before gradients are taken or dropped. */
+/* Called before gradients are used by a step or are dropped. */
 static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
     if (!ampi_tape_waits(amp, NULL)) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
@@ -20680,7 +20745,7 @@ AMP_API amp_result amp_model_zero_grad(amp_model *model) {
     }
     return AMP_OK;
 }
-/* What still uses the model's parameters, or NULL. */
+/* A name of what still uses the model's parameters, or NULL. */
 static const char *ampi_model_user(const amp_model *m) {
     int64_t i;
     for (i = 0; i < m->n; i++) if (m->rows[i].keeper != NULL) return "an optimizer";
@@ -20700,7 +20765,7 @@ AMP_API void amp_model_destroy(amp_model *model) {
 }
 
 #if !defined(AMP_NO_CARE)
-/* All parameters of the model that those of the last step belong to. */
+/* The parameters of the model whose parameters the last step uses.  They must all be of one model. */
 static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **params, int64_t *n) {
     const amp_model *model = NULL, *m;
     const amp_param *p;
@@ -20727,7 +20792,7 @@ static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **
 
 /* ---- Tapes */
 
-/* Whether a parameter is there: one that is not registered may be gone. */
+/* Whether a parameter still exists.  One that is not registered may have been destroyed, so it must not be read. */
 static int ampi_param_is_here(amp_context *amp, const amp_param *p) {
     int64_t i;
     int here = 0;
@@ -20823,7 +20888,7 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
     return AMP_OK;
 }
 
-/* Fails like a call on the tape, before anything is recorded. */
+/* Makes `result` the failure of the tape, without recording anything.  Returns 0, no value. */
 static amp_value ampi_tape_refuse(amp_tape *t, const char *f, amp_result result) {
     if (ampi_tape_ready(t, f)) ampi_tape_fail(t, result);
     return 0;
@@ -20921,9 +20986,9 @@ AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_te
         memcpy(&out->data, &root->data, sizeof root->data);
         out->data = ampi_at_mut(out->data, out->dtype, n->offset);
     } else if (!tape->ran || root->gone ||
-               tape->slabs[root->buffer].last < (int32_t)(tape->n + tape->n_actions))       /* given to others */
+               tape->slabs[root->buffer].last < (int32_t)(tape->n + tape->n_actions))       /* reused for others */
         out->data = NULL;
-    else                            /* where the forward wrote it: y may be where it was computed again */
+    else                            /* what the forward wrote; y.data may be what was computed again */
         out->data = ampi_at_mut(tape->memory + tape->slabs[root->buffer].offset, out->dtype, n->offset);
     return AMP_OK;
 }
@@ -20965,7 +21030,7 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
     return ampi_as(f, result);
 }
 
-/* ---- The graph for people */
+/* ---- The graph as text */
 
 static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
     if (n->key.layer != NULL || !ampi_param_is_here(t->object.amp, n->key.params[0])) return n->key.layer;
@@ -21331,7 +21396,7 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 }
 
 #else
-/* Without models: no parameters but the program's. */
+/* Without models all parameters belong to the program. */
 static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
     (void)amp; (void)params; (void)n;
     return AMP_OK;
