@@ -35997,7 +35997,7 @@ AMP_API amp_result amp_recovery_load(amp_recovery *recovery, const amp_state *st
 #undef AMPI_W
 
 #if AMPI_X86
-#if defined(__clang__)      /* expands macros in the pragmas below, whose words a program may have defined */
+#if defined(__clang__)      /* clang expands macros in the pragmas below, and a program may have defined their words */
 #  pragma push_macro("push")
 #  pragma push_macro("function")
 #  undef push
@@ -36072,7 +36072,8 @@ static inline __m256i AMPI_V(ampi_lane_mask)(int64_t n) {
 }
 #endif
 
-/* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
+/* Loads or stores the first n lanes, 0 <= n <= AMPI_W.  The memory of the others is not touched, and they are loaded as
+   0. */
 static inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -36094,7 +36095,7 @@ static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
 #endif
 }
 
-/* Per lane: yes if mask is all ones, no if it is 0. */
+/* In each lane, `yes` if the mask is all ones and `no` if it is 0. */
 static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
@@ -36105,7 +36106,7 @@ static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no)
 #endif
 }
 
-/* All ones in lanes that hold NaN, under -Ofast too. */
+/* All ones in the lanes that hold NaN, also under -Ofast, where the compiler assumes that there is none. */
 static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #if AMPI_PASS == 2
     ampi_vi nan;
@@ -36116,7 +36117,7 @@ static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #endif
 }
 
-/* ---- Transposition of the 4 x 4 words in each 128 bits of four vectors */
+/* ---- Transposition of the 4 x 4 words that four vectors have in the same 128 bits */
 
 #if AMPI_PASS == 3
 #  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), _MM_SHUFFLE(l, k, j, i))
@@ -36141,7 +36142,7 @@ static AMPI_ALWAYS AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r
 }
 #undef AMPI_SHUFFLE
 
-/* ---- Numbers: bulk conversions, with the bits of the scalar functions of >>numbers. */
+/* ---- Numbers: conversions of many numbers, with the same bits as the scalar functions of >>numbers */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
 typedef uint32_t ampi_vu __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
@@ -36155,7 +36156,8 @@ static inline void AMPI_V(ampi_store32)(void *p, int64_t i, ampi_vu v) {
     memcpy((char *)p + 4 * i, &v, sizeof v);
 }
 
-/* 16-bit elements from i on, widened into 32-bit lanes, and back; the lanes must be below 65536. */
+/* Loads the 16-bit elements from i on into 32-bit lanes, and stores such lanes.  Lanes that are stored must be below
+   65536. */
 static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     const char *from = (const char *)p + 2 * i;
 #if AMPI_PASS == 3
@@ -36183,9 +36185,9 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #endif
 }
 
-/* x + add, whose upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
-   less 1 plus the last place's bit for ties to even, or random bits below it for stochastic rounding.  NaNs become
-   quiet. */
+/* x + add, of which the caller keeps the upper bits as bf16 or tf32.  NaNs become quiet.  add decides the rounding:
+   half of the last place that is kept rounds to nearest, with ties away from zero; that less 1, plus the bit of the
+   last place, has ties to even; random bits below the last place round stochastically. */
 static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
 #if AMPI_PASS == 3
     __mmask16 nan = _mm512_fpclass_ps_mask((__m512)x, 0x81);
@@ -36201,8 +36203,8 @@ static inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) {
     return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu);
 }
 
-/* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
-   fp32 subnormal is far below the smallest of them. */
+/* The results of F16C instructions do not depend on flush-to-zero or denormals-are-zero.  They always keep fp16
+   subnormals, and an fp32 subnormal is far below the smallest of these. */
 #if AMPI_PASS == 3
 static inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) {
     return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
@@ -36230,7 +36232,8 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 }
 #endif
 
-/* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
+/* Rounds to nearest in `dtype`, with ties to even in fp16 and bf16 and away from zero in tf32.  With another dtype v
+   stays as it is. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
@@ -36336,7 +36339,7 @@ static void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
     for (; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16(ampi_get16(src, i)));
 }
 
-/* Half a vector's worth of fp64 from src + 8 i on, as fp32. */
+/* Converts half a vector of fp64 to fp32, rounded to odd: toward zero, and the last bit is set if that was inexact. */
 #if AMPI_PASS == 3
 static inline __m256 AMPI_V(ampi_odd)(const double *src) {
     __m512d x = _mm512_loadu_pd(src);
@@ -36403,8 +36406,9 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
 
-/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; fp32 addition rounds, or
-   restores exactly, its subnormals, without any fp32 subnormal. */
+/* Convert between fp32 and fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes.
+   For subnormals of fp8 an fp32 addition does the rounding of _narrow, and an fp32 subtraction is the exact conversion
+   of _widen.  Neither depends on how the CPU treats fp32 subnormals. */
 static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
                                                                              uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
@@ -36426,7 +36430,7 @@ static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint3
     ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7c), special = scaled | 0x7f800000u | (is_nan & 0x400000u);
     ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)(1u << m)),
             is_special = (ampi_vu)((ampi_vi)magnitude > (int32_t)largest);
-    if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
+    if (largest == 0x7e) special = zero + 0x7fc00000u;      /* the NaN of E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
 static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
@@ -36481,7 +36485,8 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 }
 
 #if AMPI_PASS == 3
-/* 16 numbers rounded to odd, as in ampi_odd; below fp32's normal numbers only the bits that will be kept are right. */
+/* Rounds 16 numbers to odd, like ampi_odd.  A result below fp32's normal numbers may lack the last bit.  That is of no
+   consequence for fp16 and fp8, which round such numbers to 0; see ampi_store_bf16 for bf16. */
 static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
     __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
@@ -36493,7 +36498,7 @@ static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     return _mm512_castsi512_ps(_mm512_mask_or_epi32(both, inexact, both, _mm512_set1_epi32(1)));
 }
 
-/* 32 numbers rounded to odd in fp16, times a power of two. */
+/* Multiplies 32 numbers by a power of two, and rounds the products to odd in fp16. */
 static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
     __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)),
            y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
@@ -36505,7 +36510,8 @@ static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float facto
     return _mm512_or_si512(both, _mm512_maskz_set1_epi16(inexact, 1));
 }
 
-/* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
+/* The pattern of E5M2 is the upper byte of the number in fp16.  That of E4M3 is, after the sign, the seven bits from
+   bit 7 on of the number divided by 256 in fp16. */
 static AMPI_ALWAYS void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
     __mmask32 number =
@@ -36523,7 +36529,7 @@ static AMPI_ALWAYS void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) 
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(y));
 }
 
-/* bf16 keeps subnormals below fp32's normal numbers: there fp32 must be exactly odd. */
+/* bf16 has subnormals below fp32's normal numbers.  For these ampi_odd is called, whose last bit is right there too. */
 static AMPI_ALWAYS void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
@@ -36597,7 +36603,8 @@ static void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t l
     }
 }
 
-/* Counts in 32-bit lanes, flushed before they can overflow. */
+/* Counts the elements that have all bits of the mask.  It counts in 32-bit lanes, which it adds to the total before
+   they can overflow. */
 static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     int64_t i = 0, total = 0;
     while (i + AMPI_W <= n) {
@@ -36611,7 +36618,7 @@ static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     return total;
 }
 
-/* The same over pairs of 16-bit elements. */
+/* Does the same for 16-bit elements, two in a lane. */
 static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
     uint32_t high = mask << 16;
     int64_t pairs = n / 2, i = 0, total = 0;
@@ -36629,7 +36636,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
     return total;
 }
 
-/* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane. */
+/* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane */
 
 #if AMPI_PASS >= 2
 #if AMPI_PASS == 3
@@ -36640,7 +36647,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 #  define ampi_mi __m256i
 #endif
 
-/* The low and high halves of the products with m. */
+/* The low and the high 32 bits of the products x m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
     typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
     ampi_mi factor = AMPI_M(set1_epi32)((int)m);
@@ -36650,8 +36657,9 @@ static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, am
     *high = (ampi_vu)(even >> 32 | (odd & 0xffffffff00000000u));
 }
 
-/* out[0..4W) = the blocks from `block` on, whose low words must not wrap.  A transposition of 4 x 4 words in each
-   128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to match. */
+/* Writes AMPI_W blocks, from `block` on, to out[0..4W).  The low word of their numbers must not wrap.  After the
+   transposition of 4 x 4 words in each 128 bits, the words of the lanes come in the order 0, 4, 8, .. 1, 5, .. of the
+   lanes.  The lanes get the numbers of their blocks in that order. */
 static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -36724,8 +36732,8 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 #else
 /* ==== 6 >>workers: vector kernels ==== */
 
-/* ---- Vector helpers and elementary functions, safe under -Ofast: special values are recognised by their bits, and
-   AMPI_V(ampi_keep) stops the compiler from reordering a sum whose order matters. */
+/* ---- Vector helpers and elementary functions.  They are safe under -Ofast: special values are recognised by their
+   bits, and AMPI_V(ampi_keep) keeps the compiler from reordering a sum whose order matters. */
 
 static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 #if AMPI_PASS == 3
@@ -36739,7 +36747,8 @@ static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 }
 static inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
 
-/* v, with its origin hidden from the compiler. */
+/* Returns v, but the compiler cannot see where the result comes from.  So it cannot merge the operation that computed v
+   with those that follow. */
 static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("" : "+v"(v));
@@ -36753,7 +36762,7 @@ static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
     return v;
 }
 
-/* The larger and the smaller of two numbers; with a NaN, either operand. */
+/* The larger and the smaller of two numbers.  If one is NaN, the result is either operand. */
 static inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -36784,7 +36793,7 @@ static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 #endif
 }
 
-/* a / b and sqrt(a), correctly rounded: -Ofast's approximations fail for infinities and zeros. */
+/* a / b and sqrt(a), correctly rounded.  The approximations that -Ofast allows are wrong for infinities and zeros. */
 static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vdivps %1, %0, %0" : "+v"(a) : "v"(b));
@@ -36825,7 +36834,8 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 #endif
 }
 
-/* The sum and the largest of all lanes, by halves: lane i with lane i + W/2, and so on. */
+/* The sum and the largest of all lanes.  Lane i is combined with lane i + W/2, then the halves of the result likewise,
+   down to one lane. */
 static inline float AMPI_V(ampi_sum)(ampi_vf v) {
 #if AMPI_PASS >= 2
     __m128 s;
@@ -36867,7 +36877,8 @@ static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) 
     return p;
 }
 
-/* x clamped to [low, high]; NaN stays NaN, which min and max ensure only for their second operand. */
+/* x clamped to [low, high].  NaN stays NaN.  The instructions for min and max ensure that only for their second
+   operand. */
 static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
@@ -36880,7 +36891,8 @@ static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
 #endif
 }
 
-/* x 2^n for an integer n from -252 to 254, in two steps so that no factor overflows; 0 where not place > limit. */
+/* x 2^n for an integer n from -252 to 254, and 0 in lanes whose place is not above limit.  Without AVX-512 there are
+   two factors, because 2^n alone could overflow. */
 static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, int32_t limit) {
 #if AMPI_PASS == 3
     __mmask16 kept = _mm512_cmpgt_epi32_mask((__m512i)place, _mm512_set1_epi32(limit));
@@ -36893,12 +36905,12 @@ static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, i
 #endif
 }
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below -87.3 the result is 0,
-   as subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured: 1.03 ulp.  All
-   four functions: NaN gives NaN. */
+/* exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, where ln 2 is in two parts.  Below -87.3 the result
+   is 0, because subnormal numbers cost a hundred times as much.  Above 88.73 it is inf.  The largest error measured is
+   1.03 ulp.  This function and the next three return NaN for NaN. */
 static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
-    /* Moves the patterns from below -87.3 (0xc2ae999a) to -inf (0xff800000) to the smallest integers. */
+    /* The patterns from just below -87.3 (0xc2ae999a) to -inf (0xff800000) become the smallest integers. */
     ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd516665u);
     ampi_vf y = AMPI_V(ampi_bound)(x, -87.3f, 89.0f);
     ampi_vf n = AMPI_V(ampi_round)(y * AMPI_V(ampi_splat)(1.44269504f)), r, p;
@@ -36908,9 +36920,9 @@ static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     return AMPI_V(ampi_scale2)(p + AMPI_V(ampi_splat)(1.0f), n, place, -0x432e999b);
 }
 
-/* log(x) = k ln 2 + log(1 + f), x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and with s = f / (2 + f)
-   log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  Largest error 0.79 ulp; 0 gives -inf,
-   below 0 NaN. */
+/* log(x) = k ln 2 + log(1 + f), where x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2).  With s = f / (2 + f),
+   log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  The largest error is 0.79 ulp.  log(0) is
+   -inf, and the result is NaN below 0. */
 static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
     static const float c[] = {0.666666687f, 0.400001258f, 0.285503983f, 0.233419433f};
     ampi_vi bits = (ampi_vi)x, subnormal = (ampi_vi)(bits < 0x00800000), k;
@@ -36933,7 +36945,8 @@ static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
     return AMPI_V(ampi_select)(k, (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), w);
 }
 
-/* tanh(x): x + x^3 P(x^2) below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  Largest error 1.3 ulp. */
+/* tanh(x) is x + x^3 P(x^2) where |x| is below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  The largest
+   error is 1.3 ulp. */
 static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     static const float c[] = {-0.333333343f, 0.133333042f, -0.0539592579f, 0.0217689183f, -0.00834394526f,
                               0.00229274482f};
@@ -36947,8 +36960,8 @@ static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* erf(x): x + x P(x^2) below 0.92, else 1 - exp(Q(|x|)), Q(t) = log(1 - erf(t)), with the sign of x.  Largest error
-   1.16 ulp. */
+/* erf(x) is x + x P(x^2) where |x| is below 0.92, else 1 - exp(Q(|x|)) with the sign of x, where Q(t) approximates
+   log(1 - erf(t)).  The largest error is 1.16 ulp. */
 static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     static const float p[] = {0.128379166f, -0.376126349f, 0.112837009f, -0.0268596914f, 0.00520171458f,
                               -0.000815005042f, 8.39977802e-05f};
@@ -36964,19 +36977,19 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* ---- GEMM kernels.  A tile's sums are named variables: gcc keeps no array of vectors in registers.  At
-   any tile height, a sum is one chain of FMAs in the order of k, or several in turn of at most AMPI_TILE_CHAIN words:
-   a chain's error grows with its length. */
+/* ---- GEMM kernels.  The sums of a tile are named variables, because gcc keeps no array of vectors in registers.  In a
+   tile of any height, a sum is a chain of FMAs in the order of k.  Where k has more than AMPI_TILE_CHAIN words, several
+   chains follow each other and are added, because the error of a chain grows with its length. */
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
 #  define AMPI_GEMM_BLOCK 512
 #else
-#  define AMPI_GEMM_ROWS 6              /* 12 of 16 */
+#  define AMPI_GEMM_ROWS 6              /* 12 of 16 registers */
 #  define AMPI_GEMM_BLOCK 256
 #endif
 
-/* One word in all lanes; a and b may hold pairs of bf16, so no type is assumed. */
+/* One word in all lanes.  It may be a pair of bf16, so its bits are copied. */
 static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     float word;
     memcpy(&word, p, sizeof word);
@@ -36986,7 +36999,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #if AMPI_PASS == 1
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
-#elif AMPI_PASS == 2                    /* its masks are slow */
+#elif AMPI_PASS == 2                    /* masked loads and stores are slow in AVX2 */
 #  define AMPI_TILE_LOAD(p) (cut ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
 #  define AMPI_TILE_WRITE(p, v) \
     do { \
@@ -37018,7 +37031,8 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
-/* A chain of products; written once for whole and once for cut rows of b, so that the loop does not ask. */
+/* Adds a chain of products to the sums.  AMPI_TILE has this loop twice, for whole and for cut rows of b, so the loop
+   itself does not test which they are. */
 #define AMPI_TILE_SUM(r) \
     for (; chain > 0; \
          chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
@@ -37030,7 +37044,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, \
                                                        const float *b, int64_t ldb, int64_t tail, const float *add, \
                                                        int64_t ldadd, float *c, int64_t ldc) { \
-        /* three rows per pointer: fourteen addresses do not fit into registers */ \
+        /* three rows per pointer, because 14 addresses do not fit in registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, \
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
@@ -37093,7 +37107,7 @@ static void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, 
     else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
     else if (compute == AMP_F32) memcpy(dst, src, (size_t)n * sizeof *dst);
     else AMPI_V(ampi_round_row)(dst, src, n, compute);
-    /* a 16-bit source needs no rounding to its own format, and tf32 holds all of both */
+    /* A 16-bit source is not rounded to the format that it has, and tf32 holds all numbers of both formats. */
     if (dtype != AMP_F32 && dtype != compute && (compute == AMP_F16 || compute == AMP_BF16))
         AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
@@ -37104,7 +37118,7 @@ static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src
     for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
 }
 
-/* Deals n words out as one row of several panels. */
+/* Copies n words into one row of several panels, with 2 AMPI_W words in each. */
 static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
     for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
         AMPI_V(ampi_store)(dst, AMPI_V(ampi_load)(src));
@@ -37115,7 +37129,7 @@ static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const floa
     AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load_tail)(src + AMPI_MIN(n, AMPI_W), AMPI_MAX(n - AMPI_W, 0)));
 }
 
-/* The AMPI_W values from i on as words. */
+/* The AMPI_W values from i on, as words of fp32 rounded to `compute`. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_gemm_words)(const char *src, int64_t i, amp_dtype dtype, amp_dtype compute) {
     ampi_vf v;
     if (dtype == AMP_BF16) v = (ampi_vf)(AMPI_V(ampi_load16)(src, i) << 16);
@@ -37123,7 +37137,7 @@ static AMPI_ALWAYS ampi_vf AMPI_V(ampi_gemm_words)(const char *src, int64_t i, a
     else v = (ampi_vf)AMPI_V(ampi_load32)(src, i);
     return dtype == compute ? v : AMPI_V(ampi_round_to)(v, compute);
 }
-/* With constants for the dtypes, a row is converted in registers between its memory and the panels. */
+/* Called with constants for the dtypes, so that a row is converted in registers on its way to the panels. */
 static AMPI_ALWAYS void AMPI_V(ampi_gemm_weave_as)(float *dst, int64_t stride, const void *src, amp_dtype dtype,
                                                    amp_dtype compute, int64_t ld, int64_t k, int64_t n) {
     float rest[2 * AMPI_W];
@@ -37156,9 +37170,10 @@ static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src,
         AMPI_V(ampi_gemm_weave_as)(dst, stride, src, dtype, compute, ld, k, n);
 }
 
-/* ---- Transposition: rows that end up side by side are loaded first */
+/* ---- Transposition.  A vector is loaded with 4 words of every fourth row.  The transposition of 4 x 4 words in each
+   128 bits then leaves neighbouring rows side by side. */
 
-/* 4 words from each of p, p + step, .. */
+/* Loads 4 words from each of p, p + step, and so on. */
 static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 #if AMPI_PASS == 3
     __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
@@ -37173,7 +37188,7 @@ static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 #endif
 }
 
-/* AMPI_W rows and 4 columns */
+/* Transposes AMPI_W rows and 4 columns. */
 static inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, const float *src, int64_t lds) {
     AMPI_V(ampi_four) r;
     r.a = AMPI_V(ampi_gather4)(src, 4 * lds);
@@ -37216,7 +37231,7 @@ static void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bias, in
     }
 }
 
-/* x += beta c, n at most AMPI_GEMM_BUFFER */
+/* x += beta c.  n is at most AMPI_GEMM_BUFFER. */
 static void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
     float scratch[AMPI_GEMM_BUFFER + AMPI_W];
     ampi_vf factor = AMPI_V(ampi_splat)(beta), zero = {0.0f};
@@ -37248,7 +37263,7 @@ static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t
 
 /* ---- Matrix times vector */
 
-/* v + x[0] b[0][j] + .. over 4 rows */
+/* v + x[0] b0 + x[1] b1 + x[2] b2 + x[3] b3, in this order. */
 static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b0, ampi_vf b1, ampi_vf b2, ampi_vf b3) {
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[0]), b0, v);
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[1]), b1, v);
@@ -37256,7 +37271,7 @@ static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[3]), b3, v);
 }
 
-/* Four vectors of y over all k, kept in registers. */
+/* Adds the products over all k to four vectors of y, which stay in registers. */
 static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
     ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
     ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
@@ -37311,15 +37326,15 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
     return AMPI_V(ampi_sum)(s0 + s1);
 }
 
-/* ---- Rows times rows, both contiguous along k: each lane has its own part of a sum */
+/* ---- Rows times rows, both contiguous along k.  Each lane has a part of a sum.  The lanes are added at the end. */
 
 #if AMPI_W == 16
 #  define AMPI_DOT_ROWS 6               /* 24 sums and their operands, in 32 registers */
 #else
-#  define AMPI_DOT_ROWS 2               /* 8 of 16 */
+#  define AMPI_DOT_ROWS 2               /* 8 sums, in 16 registers */
 #endif
 
-/* The sum of all lanes of each of four vectors. */
+/* For each of four vectors, the sum of its lanes. */
 static inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     AMPI_V(ampi_four) r = {a, b, c, d};
     ampi_vf v;
@@ -37389,7 +37404,7 @@ AMPI_DOTS(ampi_dots_)
 #undef AMPI_DOT_TAIL
 #undef AMPI_DOT_PRODUCT
 
-/* Columns beyond `cols` repeat the last. */
+/* Does four columns at a time.  Where fewer are left, the last is repeated, so there are sums for four. */
 static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_1), AMPI_V(ampi_dots_2),
@@ -37404,12 +37419,12 @@ static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const 
     }
 }
 
-/* Rounds the product before adding it, as for any k. */
+/* A product for the case that k is 1.  It is rounded before it is added to c, as the sums for other k are. */
 static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     ampi_vf zero = {0.0f};
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
 }
-/* The last columns, fewer than a vector has lanes. */
+/* Does the last columns, which are fewer than the lanes of a vector. */
 static AMPI_ALWAYS void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
                                                                           int64_t step, const float *b, int add,
                                                                           float *c, int64_t ldc) {
@@ -37456,14 +37471,15 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .outer = AMPI_V(ampi_gemm_outer),
     .pairs = NULL};
 
-/* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low ones.
-   It takes subnormal operands as 0; so does the conversion that packs them, unlike the roundings of >>numbers. */
+/* ---- The same with pairs of bf16 and vdpbf16ps.  This instruction adds the product of the high halves, then that of
+   the low ones.  It reads subnormal operands as 0.  The instruction that packs operands does that too, unlike the
+   roundings of >>numbers. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
-/* clang 16 (Apple calls it 15) recurses until its stack ends over a shuffle, as of a word into all lanes, that becomes
-   a vector of __bf16 within a loop: ampi_keep parts the two. */
+/* clang 16, which Apple calls 15, crashes with a stack overflow where the result of a shuffle becomes a vector of
+   __bf16 within a loop.  Copying a word into all lanes is such a shuffle.  ampi_keep separates the two. */
 static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
 #if defined(__clang__) && (__clang_major__ == 15 || __clang_major__ == 16)
     x = AMPI_V(ampi_keep)(x);
@@ -37489,24 +37505,24 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
 
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
-/* Calls the function with the dtype as a constant. */
+/* Makes a call in which the dtype is the constant OF_DTYPE. */
 #define AMPI_BF16_OF(dtype, call) \
     if (dtype == AMP_F32) { enum { OF_DTYPE = AMP_F32, OF_SIZE = 4 }; call; } \
     else if (dtype == AMP_F16) { enum { OF_DTYPE = AMP_F16, OF_SIZE = 2 }; call; } \
     else { enum { OF_DTYPE = AMP_BF16, OF_SIZE = 2 }; call; }
 
-/* The first n of 16 lanes; any n. */
+/* A mask of the first n of 16 lanes.  n may also be negative, or above 16. */
 static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) {
     return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
 
-/* The selected ones of 16 fp32 or fp16 values. */
+/* Loads the selected lanes of 16 fp32 or fp16 values.  The others are 0. */
 static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __mmask16 lanes) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
     return _mm512_maskz_loadu_ps(lanes, p);
 }
 
-/* n of 32 values side by side, as pairs */
+/* Loads n of 32 neighbouring values, as pairs of bf16.  The others are 0. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_BF16)
         return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
@@ -37515,7 +37531,8 @@ static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, in
                                     ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
 }
 
-/* Pairs of values in the same column of two rows: lanes n of 16 from row `low`, lanes m from row `high`. */
+/* Loads 16 pairs, each of the values in the same column of the rows `low` and `high`.  n and m select the lanes of
+   each row; the others are 0. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n,
                                                      __mmask16 m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
@@ -37546,7 +37563,7 @@ static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
 }
 
-/* n of 16 columns, in words `pitch` apart, 0 beyond. */
+/* Packs n of 16 columns as pairs of two rows, in vectors that are `pitch` words apart.  The other columns are 0. */
 static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const char *src, int dtype, int64_t step,
                                                 int64_t k, int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
@@ -37578,7 +37595,7 @@ static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, co
                                                   int64_t step, const float *b, int add, float *c, int64_t ldc) {
     AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, OF_DTYPE, step * OF_SIZE, b, add, c, ldc))
 }
-/* Incomplete last vectors of all rows come after the complete ones. */
+/* The complete vectors of all rows are packed first, then the incomplete last ones. */
 static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step,
                                                 int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, whole = n / 16 * 16, p, j;
@@ -37598,7 +37615,7 @@ static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, co
     AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* One vector of y, of n values, over all k. */
+/* Adds the products over all k to one vector of y, of n values. */
 static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k,
                                             int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
@@ -37611,7 +37628,7 @@ static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char
     _mm512_mask_storeu_ps(y, lanes, (__m512)sum);
 }
 
-/* Many columns, four rows at a time, to suit memory. */
+/* Takes only four rows at a time where there are many columns, to suit the way memory is read. */
 static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step,
                                                   int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
@@ -37626,14 +37643,16 @@ static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, co
     AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* Adds the products of n of 32 values from i on; sums without a word stay unchanged. */
+/* Adds the products of n of 32 values, from i on.  Lanes of the sum that none of these values belong to stay as they
+   are. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i,
                                                int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
 
-/* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
+/* Computes the dot products of four rows together.  Each has 16 sums.  Of every four of these, 0 and 2 are added and 1
+   and 3, then the two results.  The four numbers that remain are added in the same order. */
 static AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
     __m256 half;
@@ -37670,12 +37689,13 @@ static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const
     AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* (a + b) + (c + d), under -Ofast too */
+/* (a + b) + (c + d), also under -Ofast. */
 static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(a + b) + AMPI_V(ampi_keep)(c + d));
 }
 
-/* The sums held in lanes above are held in 16 vectors here. */
+/* Computes the dot products of packed columns.  The 16 sums are lanes of one vector in ampi_gemv_four_dots; here they
+   are 16 vectors, and are added in the same order. */
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
 #define AMPI_GEMV_STEP(i) \
@@ -37708,7 +37728,7 @@ static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x
 #undef AMPI_GEMV_STEP
 #undef AMPI_GEMV_REST
 
-/* Rows times rows, fp32 in memory */
+/* Rows times rows, which are fp32 in memory. */
 #define AMPI_DOT_LANES 32
 #define AMPI_DOT_LOAD(p) ampi_gemm_side_bf16((const char *)(p), AMP_F32, 32)
 #define AMPI_DOT_TAIL(p, n) ampi_gemm_side_bf16((const char *)(p), AMP_F32, n)
@@ -37743,8 +37763,9 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
 #undef AMPI_TILE_TARGET
 #endif
 
-/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words; tdpbf16ps adds the products of 16 words to
-   each sum, those of low halves and of high halves summed separately.  Subnormal operands and results count as 0. */
+/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words.  tdpbf16ps adds the products of 16 words to
+   each sum.  It sums the products of low halves and those of high halves separately.  Subnormal operands and results
+   count as 0. */
 
 #if AMPI_GEMM_AMX && AMPI_PASS == 3
 #define AMPI_TILE_TARGET \
@@ -37759,11 +37780,11 @@ static AMPI_TILE_TARGET void ampi_amx_begin(void) {
 }
 static AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
 
-/* gcc does not know that a tile load reads memory: stores must come first. */
+/* Makes the compiler do all stores before this point.  gcc does not know that a tile load reads memory. */
 static inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-/* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in
-   bytes. */
+/* Adds a b over 16 words to the tiles 0 to 3, which are two by two tiles of 16 rows and 16 columns.  Unless `both`,
+   only the first 16 rows are computed.  Strides are in bytes. */
 static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
     _tile_loadd(6, b, ldb);
     _tile_loadd(4, a, lda);
@@ -37776,7 +37797,7 @@ static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size
     _tile_dpbf16ps(3, 5, 7);
 }
 
-/* The last words of k, fewer than 16, filled with zeros. */
+/* Does the last words of k, which are fewer than 16, padded with zeros. */
 static AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b,
                                            int64_t ldb) {
     float rest_a[32 * 16], rest_b[16 * 32];
@@ -37805,7 +37826,7 @@ static AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ld
     _tile_stored(3, (char *)c + 16 * ldc + 64, ldc);
 }
 
-/* Rows that do not fill a tile are copied through one of their own. */
+/* Rows that do not fill whole tiles are copied through `part`, which has room for whole tiles. */
 static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
                                                     int64_t step, const float *b, int64_t ldb, const float *add,
                                                     int64_t ldadd, float *c, int64_t ldc) {
@@ -37857,9 +37878,9 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE_PART
 #undef AMPI_TILE_STORE
 
-/* ---- Attention.  One matrix product serves all five of a layer's products: it reads its left factor as
-   scalars in any layout, its right factor and the result as vectors, so keys and values are used in place and only
-   strips of queries are transposed. */
+/* ---- Attention.  One matrix product serves all five products of a layer.  It reads its left factor as scalars, in any
+   layout, and its right factor and the result as vectors.  So keys and values are used in place, and only strips of
+   queries are transposed. */
 
 /* 2 AMPI_W neighbouring columns. */
 typedef struct AMPI_V(ampi_two) { ampi_vf x, y; } AMPI_V(ampi_two);
@@ -37898,8 +37919,8 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
     AMPI_V(ampi_store)(c + AMPI_W, sum.y);
 }
 
-/* As many rows from r on as registers allow: 8 with 32 registers, 4 with 16.  Rows beyond the last repeat the first and
-   are not stored. */
+/* Computes as many rows from r on as the registers can hold, 8 with 32 registers and 4 with 16.  Where there are fewer
+   rows, the first takes the place of the others, whose results are not stored. */
 #if AMPI_PASS == 3
 #  define AMPI_PRODUCT_ROWS 8
 #else
@@ -37990,8 +38011,8 @@ static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *m
 /* All ones in the lanes that hold -inf. */
 static inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
 
-/* m = max(max, scores), p = exp(score - m), rescale = exp(max - m), sum = sum rescale + all p: the running
-   softmax of Milakov and Gimelshein 2018.  Lanes with no visible key yet keep m = -inf and get p = 0. */
+/* The running softmax of Milakov and Gimelshein 2018: m = max(max, scores), p = exp(score - m), rescale = exp(max - m),
+   sum = sum rescale + all p.  Lanes that have had no visible key yet keep m = -inf, and their p is 0. */
 static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
                                 amp_dtype compute) {
     int64_t x, r;
@@ -38033,7 +38054,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     int64_t x, i;
     for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
-        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query without visible keys: p = 0 */
+        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* p is 0 if no key is visible */
         for (i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
             ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + i) - l);
             AMPI_V(ampi_store)(p + i, e);
@@ -38042,7 +38063,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     }
 }
 
-/* Two sums: four would change the order, and so the gradients' bits. */
+/* It has two sums.  Four would change the order of additions, and with it the bits of gradients. */
 static float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
 
 static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
@@ -38055,7 +38076,7 @@ static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     return any != 0;
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient. */
+/* dx = scale y (dy - sum(y dy)).  A probability of 0 contributes 0, even if its gradient is infinite or NaN. */
 static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
                                               int64_t n) {
     ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
@@ -38091,10 +38112,10 @@ __extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
     .dot = AMPI_V(ampi_attention_dot),
     .has_nan = AMPI_V(ampi_has_nan),
     .softmax_backward = AMPI_V(ampi_softmax_backward_row)};
-/* ---- The bandwidth-bound operators, on fp32 rows.  The same instructions compute each element of a row;
-   the last n % AMPI_W go through a partly filled vector. */
+/* ---- The bandwidth-bound operators, on fp32 rows.  The same instructions compute every element of a row.  The last
+   n % AMPI_W elements are in a partly filled vector. */
 
-/* The next vector of a row with n elements left: whole, or its first n lanes. */
+/* Loads or stores the next vector of a row with n elements left: the whole vector, or its first n lanes. */
 static inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
     return n >= AMPI_W ? AMPI_V(ampi_load)(p) : AMPI_V(ampi_load_tail)(p, n);
 }
@@ -38118,7 +38139,8 @@ static inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
 }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
-   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is limited to 10^4: the sigmoid is long 0 or 1. */
+   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is limited to 10^4, where the sigmoid has long been 0
+   or 1. */
 #define AMPI_GELU_A 1.5957691216057308f
 #define AMPI_GELU_B 0.07135481282740843f
 
@@ -38132,8 +38154,8 @@ static inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
     return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
 }
 
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
-   NaN. */
+/* x where p is not 0, and 0 where it is.  p must not be negative.  The product of the result and p is then 0 and not
+   NaN where x is infinite and p is 0. */
 static inline ampi_vf AMPI_V(ampi_where_not_zero)(ampi_vf x, ampi_vf p) {
     return (ampi_vf)((ampi_vi)x & (ampi_vi)((ampi_vi)p != 0));
 }
@@ -38166,7 +38188,7 @@ static inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
     return s * AMPI_V(ampi_fma)(AMPI_V(ampi_where_not_zero)(x, s * (one - s)), one - s, one);
 }
 
-/* ReLU by bits, so that NaN survives -Ofast: all ones where x is above 0 or NaN. */
+/* All ones where x is above 0 or NaN.  It tests bits, so that NaN also passes ReLU under -Ofast. */
 static inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
     return (ampi_vi)((ampi_vi)x > 0) | AMPI_V(ampi_is_nan)(x);
 }
@@ -38240,9 +38262,10 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
     }
 }
 
-/* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight rows in pairs, the rest in order */
+/* ---- Sums of rows of fp32, fp16 or bf16, element by element.  Eight rows at a time are added in pairs, the rest in
+   order. */
 
-/* AMPI_W elements of a row from i on; only m exist. */
+/* Loads AMPI_W elements of a row from i on, of which only m exist.  The others are 0. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
                                                                           int64_t m) {
     float scratch[AMPI_W];
@@ -38257,7 +38280,7 @@ static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype
     return AMPI_V(ampi_load)(scratch);
 }
 
-/* The sum of eight rows, or one row, at i. */
+/* The sum of eight rows, or the value of one row, from element i on. */
 static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
     ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
@@ -38269,19 +38292,20 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(s + a) + AMPI_V(ampi_keep)(b + c));
 }
 
-/* y = (y +) that sum, for whole vectors: n is a multiple of AMPI_W. */
+/* y = that sum, or with `add` y += that sum.  n is a multiple of AMPI_W. */
 static AMPI_ALWAYS void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
     int64_t i;
-    for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* in registers: y may alias what `rows` points to */
+    for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* to registers, because y may alias `rows` */
     for (i = 0; i < n; i += AMPI_W) {
         ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, AMPI_W);
         AMPI_V(ampi_store)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load)(y + i)) : s);
     }
 }
 
-/* The sum of all rows at i, with the same bits; it stays in a register.  m elements exist. */
+/* The sum of all rows from element i on, of which m exist.  It stays in a register, and has the same bits as the sum by
+   groups. */
 static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_strip)(const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
@@ -38290,7 +38314,7 @@ AMPI_V(ampi_sum_strip)(const void *const *rows, amp_dtype dtype, int64_t count, 
     for (; r < count; r++) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_load_as)(rows[r], dtype, i, m));
     return s;
 }
-/* What is left over behind whole vectors: once for all dtypes. */
+/* Sums what is left after the whole vectors.  It is compiled once, for all dtypes. */
 static __attribute__((__noinline__)) void
 AMPI_V(ampi_sum_tail)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     AMPI_V(ampi_store_tail)(y + i, AMPI_V(ampi_sum_strip)(rows, dtype, count, i, m), m);
@@ -38346,7 +38370,8 @@ static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     for (; i < n; i++) y[i] = (float)total[i];
 }
 
-/* ---- Rows: sums with four accumulators, to hide an addition's latency, then lane by lane in a fixed order */
+/* ---- Rows.  Sums have four accumulators, to hide the latency of an addition.  At the end these and their lanes are
+   added in a fixed order. */
 
 static float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0;
@@ -38435,7 +38460,7 @@ static void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const floa
     }
 }
 
-/* -inf for an empty row; with NaN, any value. */
+/* The largest element of a row.  It is -inf for an empty row, and may be any value if an element is NaN. */
 static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     ampi_vf m0 = AMPI_V(ampi_splat)(ampi_f32_of_bits(0xff800000u)), m1 = m0;
     int64_t i = 0;
@@ -38447,7 +38472,7 @@ static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
 }
 
-/* Two alternating sums: unrolled, a short row would end with two badly predicted branches. */
+/* It has two sums that alternate.  An unrolled loop would end a short row with two badly predicted branches. */
 static float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, m = AMPI_V(ampi_splat)(max), v, next;
     int64_t i = 0;
@@ -38506,7 +38531,8 @@ static void AMPI_V(ampi_magnitudes_row)(uint32_t *most, const float *x, int64_t 
     }
 }
 
-/* Adding and subtracting a power of two whose last bit is the format's rounds to it. */
+/* Scales a row, rounds it to the fp8 format, and scales it back.  Adding and then subtracting a power of two, the last
+   bit of which is worth as much as the format's last bit, rounds to the format. */
 static void AMPI_V(ampi_fp8_row)(const float *x, const float *scale, const float *inverse, float *y, int64_t n,
                                  amp_dtype format, amp_k_fp8_count *count) {
     int32_t m = format == AMP_E4M3 ? 3 : 2, infinity = 0x7f800000;
@@ -38530,7 +38556,7 @@ static void AMPI_V(ampi_fp8_row)(const float *x, const float *scale, const float
         saturated -= over & ~special;
         underflowed -= (ampi_vi)(q == 0) & (ampi_vi)(from != 0) & ~special;
         bad -= special;
-        /* an infinity that the format has, or NaN */
+        /* Infinity stays infinity if the format has it.  All other special values become NaN. */
         at = (ampi_vi)(from == infinity) & (m == 3 ? 0 : -1);
         q = (q & ~special) | (special & (infinity | (~at & 0x400000))) | ((ampi_vi)v & INT32_MIN);
         AMPI_V(ampi_store_upto)(y + i, (ampi_vf)q * AMPI_V(ampi_load_upto)(inverse + i, n - i), n - i);
@@ -38561,7 +38587,7 @@ static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32
     }
 }
 
-/* a c + b s, each of three operations rounded, on every path */
+/* a c + b s.  Each of the three operations is rounded, on every path. */
 static inline ampi_vf AMPI_V(ampi_turned)(ampi_vf a, ampi_vf c, ampi_vf b, ampi_vf s) {
     return AMPI_V(ampi_keep)(a * c) + AMPI_V(ampi_keep)(b * s);
 }
@@ -38612,9 +38638,9 @@ __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     .magnitudes = AMPI_V(ampi_magnitudes_row),
     .fp8 = AMPI_V(ampi_fp8_row)};
 
-/* ---- Multi-tensor kernels. */
+/* ---- Multi-tensor kernels */
 
-/* sum += x^2 for AMPI_W / 2 numbers, read as bits so that no compiler option hides non-finite ones. */
+/* sum += x^2 for AMPI_W / 2 numbers.  They are read as bits, so that no compiler option hides non-finite ones. */
 static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
                                                            AMPI_V(ampi_vhalf_bits) *bad) {
     AMPI_V(ampi_vhalf_bits) x;
@@ -38632,8 +38658,8 @@ static void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
     if (i < n) AMPI_V(ampi_store_tail)(g + i, AMPI_V(ampi_load_tail)(g + i, n - i) * f, n - i);
 }
 
-/* Four independent sums hide the addition's latency; they are added at the end in a fixed order.  A row's last numbers
-   go through a vector padded with zeros. */
+/* Four independent sums hide the latency of an addition.  They are added at the end in a fixed order.  The last numbers
+   of a row are copied to `rest`, padded with zeros. */
 static double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
     AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     AMPI_V(ampi_vhalf_bits) seen = {0};
@@ -38744,7 +38770,7 @@ static void AMPI_V(ampi_multi_lion)(float *w, const float *g, float *m, float *v
     }
 }
 
-/* Counts per lane, AMPI_W numbers at a time; comparisons give -1. */
+/* Counts in each lane, for AMPI_W numbers at a time.  A comparison that is true gives -1. */
 typedef struct AMPI_V(ampi_inspect_sums) {
     ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest;
 } AMPI_V(ampi_inspect_sums);
@@ -38778,7 +38804,7 @@ static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit
         memcpy(&bits, x + i, sizeof bits);
         AMPI_V(ampi_inspect_one)(&s, bits);
     }
-    if (i < n) {                    /* zeros count nowhere */
+    if (i < n) {                    /* the zeros of the padding are above no limit */
         memset(rest, 0, sizeof rest);
         memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
         memcpy(&bits, rest, sizeof bits);
