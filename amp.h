@@ -5120,11 +5120,12 @@ extern "C" {
 #else
 #  define AMPI_THREAD_LOCAL __thread
 #endif
-/* What must be inlined, so that arguments which are constants make loops of their own. */
+/* For functions that must be inlined, so that each call with constant arguments gets a separate loop for them. */
 #if !defined(AMPI_ALWAYS)
 #  define AMPI_ALWAYS inline __attribute__((__always_inline__))
 #endif
-/* Functions that run at most once in many steps (creation, texts, saves, settings): compiled for size, in less time. */
+/* For functions that run at most once in many steps, such as those for creation, texts, saves and settings.  They are
+   compiled for size, which takes less time. */
 #if defined(__clang__)
 #  define AMPI_COLD __attribute__((__minsize__))
 #elif defined(__GNUC__)
@@ -5138,19 +5139,18 @@ extern "C" {
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define AMPI_TRY(call) do { amp_result ampi_r = (call); if (ampi_r != AMP_OK) return ampi_r; } while (0)
 
-/* A call of a function of the host's: where on the stack its caller is, what is called, of which object (or NULL), the
-   last serial before, how many regions were open then, and how many before the library opened one for it. */
+/* A call of one of the program's functions. */
 typedef struct ampi_callout {
-    uintptr_t at;
-    const char *what;
-    const void *of;
-    uint64_t since;
-    int regions, before;
+    uintptr_t at;                   /* where its caller is on the stack */
+    const char *what;               /* what is called, as error texts name it */
+    const void *of;                 /* the object whose callback it is, or NULL */
+    uint64_t since;                 /* the last serial when it began */
+    int regions, before;            /* how many regions were open then; and before the library opened one for it */
 } ampi_callout;
 enum { AMPI_CALLOUTS = 16 };
 
-/* What a thread has, beside its regions: the last error, how many regions are open, and the callbacks that it is in.
-   left not 0: an exception left a callback, and the regions from number left on have ended with it. */
+/* What a thread has, except for its regions: the last error, how many regions are open, and the callbacks that it is
+   in.  If left is not 0, an exception has left a callback, and the regions from number `left` on have ended with it. */
 static AMPI_THREAD_LOCAL struct {
     char error[512];
     int regions, left, n_out;
@@ -5179,7 +5179,7 @@ AMP_API const char *amp_result_hint(amp_result result) {
 AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
-/* Text built piece by piece and cut off like snprintf's; `used` is its full length. */
+/* Text that is built piece by piece and cut off as by snprintf.  in_use is its full length, without the cut. */
 typedef struct ampi_sheet { char *text; size_t size, in_use; int first; } ampi_sheet;
 
 static ampi_sheet ampi_sheet_of(char *text, size_t size) {
@@ -5204,7 +5204,8 @@ static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...)
     va_end(args);
 }
 
-/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
+/* The length in bytes of the UTF-8 character at p.  0 means that there is none.  By RFC 3629, surrogates and overlong
+   forms are none. */
 static int ampi_utf8(const unsigned char *p) {
     int n = p[0] < 0x80                   ? 1
             : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
@@ -5217,13 +5218,14 @@ static int ampi_utf8(const unsigned char *p) {
     return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
 }
 
-/* A control character, in ASCII or of the second kind (U+0080 to U+009F), can end a line or command a terminal. */
+/* Whether the character at p is a control character, in ASCII or from U+0080 to U+009F.  Such a character can end a
+   line or control a terminal. */
 static int ampi_is_control(const unsigned char *p) {
     return p[0] < 0x20 || p[0] == 0x7f || (p[0] == 0xc2 && p[1] < 0xa0);
 }
 
-/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and
-   names come from outside, and may hold anything. */
+/* Makes a text one plain line.  Control characters, and bytes that are not UTF-8, become question marks.  Paths and
+   names come from outside, and may contain any bytes. */
 static char *ampi_one_line(char *text) {
     unsigned char *p = (unsigned char *)text;
     int n;
@@ -5233,14 +5235,14 @@ static char *ampi_one_line(char *text) {
     }
     return text;
 }
-/* The same of a copy; NULL stays NULL. */
+/* Does the same to a copy of a name.  NULL stays NULL. */
 static const char *ampi_plain(const char *name, char *to, size_t size) {
     if (name == NULL) return NULL;
     snprintf(to, size, "%s", name);
     return ampi_one_line(to);
 }
 
-/* Whether a text says itself what to do: then its result's hint does not follow it. */
+/* Whether a text says what to do.  If it does, the hint of its result is not added. */
 static int ampi_says_what_to_do(const char *format) {
     static const char *const imperatives[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
     const char *at;
@@ -5267,7 +5269,7 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     return result;
 }
 
-/* What to pass as a parameter, or to set a field to, that must not be NULL. */
+/* What to pass for a parameter, or set a field to, that must not be NULL. */
 static const char *const ampi_wanted[][2] = {
     {"amp", "the context that amp_open made"}, {"out", "the address of the variable that takes the result"},
     {"adapt", "what amp_adapt_create made"}, {"set", "what amp_grad_set_create made"},
@@ -5301,7 +5303,7 @@ static amp_result ampi_null(const char *function, const char *name) {
     if (name[0] == '.') return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: set it to %s", name, what);
     return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: pass %s", name, what);
 }
-/* Refuses the first of these pointers that is NULL, by its parameter's or field's name. */
+/* Fail if one of the pointers is NULL, with the name of its parameter or field in the text. */
 static amp_result ampi_need(const char *function, const void *pointer, const char *name) {
     return pointer != NULL ? AMP_OK : ampi_null(function, name);
 }
@@ -5314,7 +5316,8 @@ static amp_result ampi_need3(const char *function, const void *a, const char *a_
     return a == NULL ? ampi_null(function, a_name) : ampi_need2(function, b, b_name, c, c_name);
 }
 
-/* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
+/* A number that is unique in this process.  With AMP_STATIC there can be several implementations in it, so each counts
+   from a different start. */
 static uint64_t ampi_serial_next(uint64_t more) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
@@ -5324,14 +5327,14 @@ static uint64_t ampi_serial_next(uint64_t more) {
 }
 static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
 
-/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was
-   there when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.
-   A callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
-   downwards: such are forgotten. */
+/* ---- Callbacks.  All functions of the program are called between ampi_callout_begin and _end.  The caller of a
+   callback may be using the objects that existed when it began, so the callback cannot destroy these.  It can destroy
+   objects that were made later.  If an exception or longjmp left a callback, its caller is no longer on the stack.
+   Because stacks grow downwards, ampi_callout_now can detect that, and forgets such callbacks. */
 
 /* Where the calling function is on the stack. */
 #define AMPI_STACK ((uintptr_t)__builtin_frame_address(0))
-/* Calls the host. */
+/* Calls a function of the program. */
 #define AMPI_CALLOUT(what, statement) \
     do { \
         int ampi_depth = ampi_callout_begin(what, AMPI_STACK); \
@@ -5339,13 +5342,14 @@ static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
         ampi_callout_end(ampi_depth); \
     } while (0)
 
-/* The innermost callback that a function at `here` is called from, or NULL. */
+/* The innermost callback from which a function at `here` on the stack is called, or NULL. */
 static const ampi_callout *ampi_callout_now(uintptr_t here) {
     while (ampi_thread.n_out > 0 && ampi_thread.out[ampi_thread.n_out - 1].at <= here)
         ampi_thread.left = ampi_thread.out[--ampi_thread.n_out].before + 1;
     return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
 }
-/* Returns what ampi_callout_end needs.  Deeper ones than the array holds count as the last of it. */
+/* Returns the depth, which ampi_callout_end needs.  Callbacks that are nested deeper than the array is long are not
+   recorded, and count as part of its last. */
 static int ampi_callout_begin(const char *what, uintptr_t here) {
     int depth;
     ampi_callout *c;
@@ -5360,11 +5364,11 @@ static int ampi_callout_begin(const char *what, uintptr_t here) {
     c->regions = c->before = ampi_thread.regions;
     return depth;
 }
-/* Only so many of the regions that are open are the host's. */
+/* Notes that only the first `before` of the open regions are the program's. */
 static void ampi_callout_regions(int depth, int before) {
     if (depth < ampi_thread.n_out) ampi_thread.out[depth].before = before;
 }
-/* It is a callback of this object. */
+/* Notes that the callback belongs to this object. */
 static void ampi_callout_of(int depth, const void *object) {
     if (depth < ampi_thread.n_out) ampi_thread.out[depth].of = object;
 }
@@ -5377,7 +5381,8 @@ static int ampi_is_within(const void *object, uintptr_t here) {
 }
 static void ampi_callout_end(int depth) { ampi_thread.n_out = AMPI_MIN(ampi_thread.n_out, depth); }
 
-/* Before something is destroyed: refuses, if a callback that began after it was made is calling.  kind: what it is. */
+/* Called before an object is destroyed.  Fails in a callback that began after the object was made.  kind: what the
+   object is, for the text. */
 static amp_result ampi_check_unused(const char *function, const char *kind, uint64_t made, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || made > c->since) return AMP_OK;
@@ -5393,7 +5398,7 @@ static amp_result ampi_as(const char *function, amp_result result) {
     if (result == AMP_OK) return result;
     colon = strstr(ampi_error_text, ": ");
     snprintf(number, sizeof number, "AMP%04d ", (int)result);
-    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* of an older failure */
+    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* that of an older failure */
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
     snprintf(detail, sizeof detail, "%s", colon);
     snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
@@ -5401,8 +5406,8 @@ static amp_result ampi_as(const char *function, amp_result result) {
     return result;
 }
 
-/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open pass
-   AMPI_HEADERS. */
+/* Fails unless every file was compiled against this amp.h.  Functions that take a struct and can be called before
+   amp_open check AMPI_HEADERS. */
 static amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -5420,7 +5425,7 @@ static amp_result ampi_check_headers(const char *function, const amp_header *hea
     }
     return AMP_OK;
 }
-/* Anything but 0 means that the struct was not zeroed before it was filled. */
+/* Fails if a reserved field is not 0, which shows that the struct was not zeroed before it was filled. */
 static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it",
@@ -5442,9 +5447,10 @@ static int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
 
-/* ---- The floating-point environment.  All arithmetic runs between these two calls, in C's default environment: no
-   traps, round to nearest, subnormals kept.  The host's own code, callbacks included, runs in the host's.  Raised flags
-   stay raised.  Results must be in memory before the second call: compilers move registers past it. */
+/* ---- The floating-point environment.  All arithmetic runs between ampi_fp_begin and _end, in C's default environment:
+   no traps, round to nearest, subnormals kept.  The program's code, including its callbacks, runs in the program's
+   environment, which ampi_fp_begin returns.  Flags that were raised stay raised.  Results must be in memory before
+   ampi_fp_end, because compilers move operations on registers past it. */
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
@@ -5492,7 +5498,7 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
-/* Whether PATH of PATH.tmpX is a regular file. */
+/* Whether a path has the form PATH.tmpX, and PATH is a regular file. */
 static int ampi_posix_replaces(const char *path, struct stat *old) {
     char target[PATH_MAX];
     const char *at = path, *end = NULL;
@@ -5503,7 +5509,8 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Keeps the old file's owner and permissions.  A new group gets the permissions of others. */
+/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets the
+   permissions that others have as well. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -5511,7 +5518,8 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
     (void)fchmod(fd, mode);
 }
 
-/* Waits for another process to give back a file's lease, but not for a pipe's writer or a device's carrier. */
+/* Opens a file.  Waits until another process gives back its lease on the file, but not for the writer of a pipe or the
+   carrier of a device. */
 static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     struct stat info;
     int fd = open(path, flags | O_NONBLOCK, mode);
@@ -5519,7 +5527,8 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     return fd;
 }
 
-/* Descriptors 0 to 2 stay closed if the program started without them, or its output would land in the file. */
+/* The file does not get the descriptors 0 to 2, even if the program started without them.  Otherwise what the program
+   prints would be written into the file. */
 static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
@@ -5539,7 +5548,7 @@ static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writi
     return 0;
 }
 
-/* For files without offsets.  Waits for a pipe's first writer. */
+/* Reads from a file that has no offsets.  Waits for the first writer of a pipe. */
 static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
     struct pollfd ready;
     ssize_t n;
@@ -5557,7 +5566,8 @@ static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t b
     return n < 0 ? -errno : n;
 }
 
-/* Beyond the limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and consumed. */
+/* A write beyond the limit on file sizes makes the kernel send SIGXFSZ to this thread, which ends the process by
+   default.  The signal is blocked, and is consumed if it was not pending before. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
@@ -5611,7 +5621,8 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
-/* The thread and its joiner or detacher share its record; the later one frees it. */
+/* The record of a thread has two holders, the thread and the caller that joins or detaches it.  The last to release it
+   frees it. */
 static void ampi_posix_thread_release(void *thread) {
     ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
@@ -5619,7 +5630,7 @@ static void ampi_posix_thread_release(void *thread) {
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
-    pthread_cleanup_push(ampi_posix_thread_release, t);         /* even if `run` ends the thread */
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also if `run` ends the thread */
     (t->run)(t->arg);
     pthread_cleanup_pop(1);
     return NULL;
@@ -5662,7 +5673,7 @@ static int64_t ampi_posix_clock(void *user) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* A lock, and a condition that is waited for until a time. */
+/* Creates a lock, and a condition for ampi_wait_until. */
 static int ampi_timed_lock_init(pthread_mutex_t *lock, pthread_cond_t *met) {
     pthread_condattr_t monotonic;
     int error = pthread_condattr_init(&monotonic);
@@ -5677,7 +5688,7 @@ static void ampi_timed_lock_destroy(pthread_mutex_t *lock, pthread_cond_t *met) 
     pthread_cond_destroy(met);
     pthread_mutex_destroy(lock);
 }
-/* Waits for a signal until `deadline` (ns of ampi_posix_clock); 0: the time is up. */
+/* Waits for the condition until `deadline`, in nanoseconds of ampi_posix_clock.  Returns 0 if that time has come. */
 static int ampi_wait_until(pthread_cond_t *met, pthread_mutex_t *lock, int64_t deadline) {
     struct timespec until;
     until.tv_sec = (time_t)(deadline / 1000000000);
@@ -5697,7 +5708,7 @@ AMP_API void amp_system_default(amp_system *out) {
     out->clock_ns = ampi_posix_clock;
 }
 
-/* The caller's table with NULL members filled in; system may be NULL. */
+/* The caller's table, with the defaults for members that are NULL.  system may be NULL. */
 static amp_system ampi_system(const amp_system *system) {
     amp_system s;
     amp_system_default(&s);
@@ -5721,7 +5732,7 @@ static amp_system ampi_system(const amp_system *system) {
     return s;
 }
 
-/* Calls of the table. */
+/* Call the functions of the table. */
 static void *ampi_memory_take(const amp_system *s, size_t bytes, size_t align) {
     void *memory;
     AMPI_CALLOUT("the allocator", memory = (s->alloc)(s->user, bytes, align));
@@ -5747,7 +5758,7 @@ static void ampi_thread_detach(const amp_system *s, void *thread) {
     AMPI_CALLOUT("thread_detach", (s->thread_detach)(s->user, thread));
 }
 
-/* Zeroed host memory. */
+/* Allocates CPU memory, filled with 0. */
 static amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
     size_t bytes = 0;
     *out = NULL;
@@ -5762,48 +5773,49 @@ static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size
     if (ptr != NULL) ampi_memory_give(s, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
-/* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
-   some work.  The caller is number 0.  When it returns from the function all work has been taken: it waits only for
-   workers still at theirs, never for one that has not begun.  Workers start with the first job; after each they spin
-   for a while, then sleep. */
+/* ---- The thread pool.  A job is a function that several threads run at once to share some work.  Each has a different
+   number, and the caller is number 0.  When the caller returns from the function, all work has been taken.  It then
+   waits only for the workers that are still running the function.  Workers that have not begun are kept out.  The
+   workers are started with the first job.  After each job they spin for a while, then sleep. */
 
 enum { AMPI_SPIN_NS = 50000,        /* how long a thread spins before it sleeps ... */
-       AMPI_SPIN_TRIES = 256 };     /* ... and how often it looks between two yields */
+       AMPI_SPIN_TRIES = 256 };     /* ... and how often it tests between two yields */
 
 typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller returns from run */
     void (*run)(void *arg, int32_t i);
     void *arg;
-    int32_t n, taken;               /* numbers */
+    int32_t n, taken;               /* how many numbers there are, and how many of them threads have taken */
     int32_t active;                 /* atomic: workers in run */
     struct ampi_pool_job *next;
 } ampi_pool_job;
 
 typedef struct ampi_threads {
     amp_system system;
-    int32_t limit, cores;           /* most workers; most threads in jobs, over all pools */
-    int32_t pinned, arrived;        /* 1: each worker stays on one core; workers that have begun (atomic) */
-    int32_t holders;                /* atomic: contexts that use it */
+    int32_t limit, cores;           /* the most workers; the most threads in jobs, over all pools */
+    int32_t pinned, arrived;        /* 1: each worker stays on one core; atomic: workers that have begun */
+    int32_t holders;                /* atomic: contexts that use the pool */
     int32_t closing, posts;         /* atomic; posts changes with each job */
-    int32_t waiting;                /* atomic: callers waiting for `finished` */
-    /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
+    int32_t waiting;                /* atomic: callers that wait for `finished` */
+    /* atomic: ampi_forks of the process that the workers are in; 0: they were not started; -1: a thread is starting
+       them */
     int32_t owner;
     pthread_mutex_t lock;           /* guards what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
-    int32_t started, asleep;
-    int32_t missing;                /* atomic: workers that did not start, until reported */
+    int32_t started, asleep;        /* workers */
+    int32_t missing;                /* atomic: workers that did not start, until that is reported */
     void **workers;
 } ampi_threads;
 
-/* Threads in jobs, over all pools: contexts that work at the same time share the cores. */
+/* How many threads are in jobs, over all pools, because contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
-/* 0 before the first pool opens, then 1, and 1 more in each child of fork(); getpid() would cost each job a system
-   call. */
+/* Identifies the process: 0 before the first pool opens, then 1, and 1 more in each child of fork().  getpid() would be
+   a system call in every job. */
 static int32_t ampi_forks;
 static void ampi_count_fork(void) { ampi_forks++; ampi_threads_running = 0; }
 
-/* Spins for a while as long as (*value == old) is `equal`.  1: it no longer is. */
+/* Spins for a while, as long as (*value == old) is `equal`.  Returns 1 as soon as it no longer is, else 0. */
 static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     int64_t now, end = 0;
     int i;
@@ -5821,7 +5833,7 @@ static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     return 0;
 }
 
-/* For a lock held for a few instructions: sleeping would take longer. */
+/* Takes a lock that others hold for a few instructions only.  Spins first, because sleeping would take longer. */
 static void ampi_spin_lock(pthread_mutex_t *lock) {
     int i;
     for (i = 0; i < AMPI_SPIN_TRIES; i++) {
@@ -5833,14 +5845,15 @@ static void ampi_spin_lock(pthread_mutex_t *lock) {
     pthread_mutex_lock(lock);
 }
 
-/* A job that can take another thread.  Called with the lock held. */
+/* A job that another thread can join, or NULL.  Called with the lock held. */
 static ampi_pool_job *ampi_job_open(const ampi_threads *t) {
     ampi_pool_job *job = t->jobs;
     while (job != NULL && job->taken == job->n) job = job->next;
     return job == NULL || __atomic_load_n(&ampi_threads_running, __ATOMIC_RELAXED) >= t->cores ? NULL : job;
 }
 
-/* A worker's part in a job; the job may be gone when it returns.  Called, and returns, with the lock held. */
+/* Does a worker's part in a job.  The job may no longer exist when this returns.  The lock is held at the call and at
+   the return. */
 static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     int32_t number = job->taken++, left;
     __atomic_add_fetch(&job->active, 1, __ATOMIC_RELAXED);
@@ -5853,9 +5866,10 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) pthread_cond_broadcast(&t->finished);
 }
 
-enum { AMPI_CORE_WORDS = 128 };     /* of 64 cores each */
+enum { AMPI_CORE_WORDS = 128 };     /* words with a bit for each of 64 cores */
 
-/* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0: unknown. */
+/* How many cores this thread may run on, by its affinity and a container's cpuset.  0: unknown.  set, if not NULL,
+   receives these cores. */
 static int32_t ampi_cores(uint64_t *set) {
     int32_t cores = 0;
 #if defined(__linux__)
@@ -5872,7 +5886,7 @@ static int32_t ampi_cores(uint64_t *set) {
     return cores;
 }
 
-/* Binds this thread to core `number`, modulo those it may run on. */
+/* Binds this thread to the core with this number among those that it may run on, modulo their count. */
 static void ampi_pin(int32_t number) {
 #if defined(__linux__)
     uint64_t words[AMPI_CORE_WORDS], one[AMPI_CORE_WORDS];
@@ -5893,7 +5907,7 @@ static void ampi_threads_main(void *arg) {
     ampi_pool_job *job;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     if (t->pinned) ampi_pin(number);
     ampi_spin_lock(&t->lock);
     while (!t->closing) {
@@ -5909,8 +5923,8 @@ static void ampi_threads_main(void *arg) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Starts the workers with the first job of each process: a child of fork() has none of its parent's.
-   0: there are none, or another thread is starting them. */
+/* Starts the workers, if this is the first job of the process.  A child of fork() has none of its parent's workers.
+   Returns 0 if there are no workers, or if another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
     int32_t self = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
@@ -5939,7 +5953,7 @@ static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
     while (wake-- > 0) pthread_cond_signal(&t->posted);
 }
 
-/* Lets no more workers in and waits for those inside. */
+/* Keeps more workers from joining the job, and waits for those that are in it. */
 static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     ampi_pool_job **at = &t->jobs;
     ampi_spin_lock(&t->lock);
@@ -5954,7 +5968,7 @@ static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Calls run(arg, 0); workers that come before it returns call run(arg, i), each with another i below n. */
+/* Calls run(arg, 0).  Workers that join before it returns call run(arg, i), each with a different i below n. */
 static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     int ready = n > 1 && ampi_threads_ready(t);
     int alone = __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED) >= t->cores || !ready;
@@ -5992,7 +6006,8 @@ static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system
     return ampi_alloc(system, "amp_open", (void **)&t->workers, t->limit, sizeof *t->workers);
 }
 
-/* The last holder ends the workers; a child of fork() has none.  NULL is allowed. */
+/* Gives up one hold on the pool.  The last one ends the workers, which a child of fork() does not have.  t may be
+   NULL. */
 static void ampi_threads_close(ampi_threads *t) {
     amp_system system;
     int32_t i;
@@ -6013,7 +6028,7 @@ static void ampi_threads_close(ampi_threads *t) {
     ampi_free(&system, t, 1, sizeof *t);
 }
 
-/* Repeats short and interrupted transfers.  Returns bytes moved or -errno. */
+/* Repeat transfers that are short or interrupted.  Return the number of bytes, or -errno. */
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
@@ -6042,7 +6057,8 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
     return done;
 }
 
-/* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
+/* If a signal interrupts open or sync, they are called again.  close is not, because the descriptor is closed in any
+   case. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
     do AMPI_CALLOUT("file_open", error = (s->file_open)(s->user, path, for_writing, file));
@@ -6082,7 +6098,7 @@ static uint64_t ampi_posix_random(void) {
     return bits ^ mixed;
 }
 
-/* Opens PATH.tmpPID@HOST-RANDOM, a new file. */
+/* Creates and opens PATH.tmpPID@HOST-RANDOM. */
 static amp_result ampi_temporary_open(const amp_system *s, const char *path, char *name, size_t size, intptr_t *file) {
     char host[32] = "";
     int error, tries = 0;
@@ -6120,7 +6136,7 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
-/* realloc; 0: no memory, nothing changed. */
+/* Like realloc.  Returns 0 if there is no memory; the buffer is then unchanged. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
     char *moved = (char *)ampi_memory_take(s, (size_t)wanted, 64);
     if (moved == NULL) return 0;
@@ -6135,7 +6151,7 @@ static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, in
 
 enum { AMPI_LONGEST_STREAM = 1 << 28 };
 
-/* Reads to the end; `size`, as reported, may be outdated, or 0 if unknown. */
+/* Reads a file to its end.  size is what was reported.  It may be outdated, or 0 or negative if it is not known. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
                                    int64_t *capacity) {
     int64_t in_use = 0, n, wanted = size > 0 ? size + 1 : 4096;
@@ -6187,7 +6203,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     if (data != NULL) ampi_memory_give(&s, data, bytes + 1);
 }
 
-/* Element i of an unaligned array. */
+/* Read and write element i of an array that may not be aligned. */
 static inline uint16_t ampi_get16(const void *p, int64_t i) {
     uint16_t x;
     memcpy(&x, (const char *)p + 2 * i, 2);
@@ -6216,7 +6232,7 @@ static uint64_t ampi_xgetbv(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* A process must ask Linux for the tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+/* A process must ask Linux for the tile registers, by arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 static int ampi_ask_for_tiles(void) {
 #if AMPI_GEMM_AMX
     long result;
@@ -6236,8 +6252,8 @@ static void ampi_cpu_signature(amp_cpu_info *cpu, uint32_t eax) {
     if (cpu->family == 15) cpu->family += (int32_t)(eax >> 20 & 255);
 }
 
-/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm,
-   0x60000 tiles). */
+/* Finds the instruction sets.  One counts only if the operating system saves its registers, which XCR0 shows: 0x06 for
+   ymm, 0xe6 for zmm, 0x60000 for tiles. */
 static void ampi_probe_x86(amp_cpu_info *cpu) {
     uint32_t a, b, c, d, brand[12];
     uint64_t saved;
@@ -6277,12 +6293,12 @@ static int64_t ampi_sysconf(int name) {
     return value > 0 ? (int64_t)value : 0;
 }
 
-/* Whole pages in a piece of memory go back to the system, which fills them with 0 when they are touched again.  What it
-   will not take (locked or huge pages) stays. */
+/* Gives the whole pages in a piece of memory back to the system, which fills them with 0 when they are used again.
+   Locked and huge pages, which it does not take back, stay as they are. */
 #if defined(SYS_madvise)
 #  define AMPI_DISCARDS 1
 static void ampi_discard(void *memory, size_t bytes) {
-    enum { DONTNEED = 4 };          /* MADV_DONTNEED, which sys/mman.h has only where more than POSIX is asked for */
+    enum { DONTNEED = 4 };          /* MADV_DONTNEED, which sys/mman.h does not define if only POSIX is asked for */
     const size_t page = (size_t)AMPI_MAX(ampi_sysconf(_SC_PAGESIZE), (int64_t)4096);
     const size_t skip = (page - (uintptr_t)memory % page) % page;
     int saved = errno;
@@ -6303,7 +6319,7 @@ static int64_t ampi_probe_memory(void) {
 #endif
 }
 
-/* The beginning of a small file; "" if there is none.  path, ...: as for printf. */
+/* Reads the beginning of a small file.  The text is "" if there is no such file.  path and ... are as for printf. */
 static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
     char name[1024];
     ampi_sheet sheet = ampi_sheet_of(name, sizeof name);
@@ -6318,7 +6334,7 @@ static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const cha
     text[n > 0 ? n : 0] = 0;
 }
 
-/* Sets the data caches that Linux lists. */
+/* Sets the sizes of the data caches that Linux lists. */
 static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
     char line[32], *end;
@@ -6335,15 +6351,16 @@ static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     }
 }
 
-/* The cores that "quota period" grants, rounded up; 0: "max", -1 or another text. */
+/* The number of cores that a text "quota period" grants, rounded up.  0 for "max", -1 and other texts. */
 static int32_t ampi_quota(const char *text) {
     char *end;
     long long quota = strtoll(text, &end, 10), period = strtoll(end, NULL, 10);
     return quota > 0 && period > 0 ? (int32_t)AMPI_MIN((quota - 1) / period + 1, (long long)INT32_MAX) : 0;
 }
 
-/* The smallest CPU quota of this process's cgroups and their parents, in cores; 0: none.  list: /proc/self/cgroup, with
-   lines "number:controllers:path" (version 2: no controllers); root: where cgroups are mounted. */
+/* The smallest CPU quota of this process's cgroups and their parents, in cores.  0: there is none.  list is
+   /proc/self/cgroup, with lines "number:controllers:path", where version 2 has no controllers.  root is where cgroups
+   are mounted. */
 static AMPI_COLD int32_t ampi_quota_cores(const char *list, const char *root) {
     char text[4096], quota[64], *line, *names, *path, *rest = NULL;
     int32_t least = 0, cores;
@@ -6392,11 +6409,11 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
     cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    /* the C library's figures are 0 or wrong on some machines */
+    /* The figures of the C library are 0 or wrong on some machines. */
     ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");
 }
 
-/* Probed once.  Threads that race store the same value. */
+/* The CPU is probed once.  Threads that do so at the same time store the same value. */
 static amp_cpu_path ampi_cpu_best_path(void) {
     static int cached;
     int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
@@ -6409,11 +6426,12 @@ static amp_cpu_path ampi_cpu_best_path(void) {
     return (amp_cpu_path)path;
 }
 
-/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include with their number in
-   AMPI_KERNELS, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512; a vector holds AMPI_W
-   floats.  The loops that call them, and everything with threads, are ordinary code. */
+/* ---- Vector kernels.  They are at the end of this file, which sections 2 and 6 include with their number in
+   AMPI_KERNELS.  There it includes itself once for each instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
+   name_avx512, and a vector has AMPI_W floats.  The loops that call the kernels, and everything with threads, are
+   ordinary code. */
 
-#if defined(__NVCC__)               /* does not know the pragma */
+#if defined(__NVCC__)               /* nvcc does not know the pragma */
 #  define AMPI_UNROLL
 #else
 #  define AMPI_UNROLL _Pragma("GCC unroll 8")
@@ -6435,7 +6453,7 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 
 /* ==== 2 >>numbers: implementation ==== */
 
-/* ---- Vector kernels.  Pointers need no alignment; dst may be src if the sizes agree. */
+/* ---- Vector kernels.  Pointers need no alignment.  dst may be src if elements of both have the same size. */
 typedef struct ampi_numbers_vec {
     void (*f32_from_f16)(void *dst, const void *src, int64_t n);
     void (*f16_from_f32)(void *dst, const void *src, int64_t n);
@@ -6449,16 +6467,17 @@ typedef struct ampi_numbers_vec {
     /* Rounds to odd (Boldo and Melquiond 2008): toward zero, and sets the last bit if inexact.  Rounding the result to
        nearest in a narrower format then gives the bits of a single rounding. */
     void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
-    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts whole vectors, returns the number of elements. */
+    /* Convert between fp64 and 16 or 8 bits, without fp32 in memory.  They convert whole vectors only, and return the
+       number of elements. */
     int64_t (*from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     int64_t (*f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Rounds to fp16, bf16 or tf32, stored as fp32. */
     void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
-    /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
+    /* Magnitudes above `limit`, a finite fp32 pattern, become limit.  NaN stays NaN. */
     void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
     /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
     void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random, int shift);
-    /* amp_bf16_split and amp_f32_join */
+    /* Like amp_bf16_split and amp_f32_join, for n numbers. */
     void (*bf16_split)(void *bf16, void *rest, const void *src, int64_t n);
     void (*f32_join)(void *dst, const void *bf16, const void *rest, int64_t n);
     /* How many 16-bit or 32-bit elements have every bit of `mask`. */
@@ -6472,14 +6491,14 @@ typedef struct ampi_numbers_vec {
 #include "amp.h"
 #undef AMPI_KERNELS
 
-/* ---- Dtypes, one row each, in the order of their numbers */
+/* ---- Dtypes, a row for each, in the order of their numbers */
 
-/* CASTABLE: by a region; SAVED: in states */
+/* CASTABLE: regions cast it.  SAVED: states can hold it. */
 enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };
 typedef struct ampi_dtype_traits {
-    const char *name, *others[2];   /* amp_dtype_parse takes them all */
+    const char *name, *others[2];   /* amp_dtype_parse accepts all of them */
     int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa: bits, 0 for integers */
-    uint32_t largest;               /* finite number, as fp32 bits; fp64's is larger */
+    uint32_t largest;               /* the largest finite number, as fp32 bits; that of fp64 is larger */
 } ampi_dtype_traits;
 
 static const ampi_dtype_traits ampi_dtypes[] = {
@@ -6501,7 +6520,7 @@ static const ampi_dtype_traits ampi_dtypes[] = {
     {"fp8",      {NULL, NULL},          1,  0,  2, AMPI_IS_COMPUTE, 0x43e00000u}};
 enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 
-/* What products are computed in, widest first: an earlier one may replace a later one. */
+/* The dtypes that products are computed in, widest first.  An earlier one may replace a later one. */
 enum { AMPI_COMPUTE_DTYPES = 5 };
 static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8};
 
@@ -6533,13 +6552,13 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 }
 
 static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
-/* Not a format of products only. */
+/* Whether tensors can have this dtype.  The others are formats of products only. */
 static int ampi_has_memory(amp_dtype dtype) {
     return ampi_traits(dtype)->use & (AMPI_IS_STORAGE | AMPI_IS_CASTABLE | AMPI_IS_SAVED);
 }
 static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
 static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
-/* What results of products are stored in. */
+/* The dtype that results of products are stored in. */
 static amp_dtype ampi_stored(amp_dtype compute) {
     return compute == AMP_TF32 ? AMP_F32 : compute == AMP_FP8 ? AMP_BF16 : compute;
 }
@@ -6560,17 +6579,17 @@ static double ampi_roundoff(amp_dtype dtype) {
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 #endif
 
-/* By its bits: where the host flushes subnormals, they compare equal to 0. */
+/* Tests the bits, because subnormal numbers compare equal to 0 where the program has the CPU flush them. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
-/* Not 0; by its bits, so that NaN counts as given. */
+/* Whether a value is not 0.  It tests the bits, so that NaN counts as given. */
 static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
 static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
-/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
+/* The value that a field stands for: 0 means the default, and AMP_EXPLICIT_ZERO means 0. */
 static double ampi_or(double value, double otherwise) {
     return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
-/* The same for a float, without a conversion, in which a subnormal number could become 0. */
+/* The same for a float.  It is not converted to fp64, because a subnormal number could become 0 in that. */
 static inline float ampi_or32(float value, float otherwise) {
     return ampi_is_0(value) ? otherwise : ampi_bits_f32(value) == ampi_bits_f32(AMP_EXPLICIT_ZERO) ? 0 : value;
 }
@@ -6581,16 +6600,17 @@ static inline float ampi_or32(float value, float otherwise) {
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
 
-/* ---- Numbers as text, the same in every locale. */
+/* ---- Numbers as text, the same in every locale */
 
-/* The current locale's decimal point. */
+/* The decimal point of the current locale. */
 static const char *ampi_point(char scratch[16]) {
     snprintf(scratch, 16, "%.1f", 0.5);
     scratch[strlen(scratch) - 1] = 0;
     return scratch + 1;
 }
 
-/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
+/* Whether a text is a number: [sign] digits [. digits] [e [sign] digits], with at least one digit before the e.  With
+   `whole`, only [sign] digits. */
 static int ampi_is_number(const char *text, size_t n, int whole) {
     size_t i = 0, digits = 0, exponent = 0;
     if (i < n && (text[i] == '+' || text[i] == '-')) i++;
@@ -6604,7 +6624,7 @@ static int ampi_is_number(const char *text, size_t n, int whole) {
     return exponent > 0 && i == n;
 }
 
-/* Reads the same number in every locale; 0: not a number, or too large for fp64. */
+/* Reads a number, the same in every locale.  Returns 0 if the text is none, or too large for fp64. */
 static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
     char copy[96], scratch[16], *end;
     const char *point = (const char *)memchr(text, '.', n);
@@ -6636,20 +6656,21 @@ static void ampi_number_text(double value, int single, char out[64]) {
     ampi_fp_end(host);
 }
 
-/* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
+/* ---- Fields.  A row gives the name, place and legal values of a field.  Defaults, checks and settings work by tables
+   of such rows. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 
-/* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
-   of so many bytes as .high, which counts as 1 unless empty. */
+/* INVERTED: a switch whose field means the opposite.  DTYPE: a compute dtype, or the one dtype in .words.  TEXT: an
+   array of .high bytes, whose value is 1 unless it is empty. */
 typedef enum ampi_type {
     AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64,
     AMPI_TEXT
 } ampi_type;
 
-/* words: values that have a name; "0" is among them if 0 in the field means the default.  low to high: legal numbers;
-   range: the same in words.  standard: the default, for which 0 in the field stands. */
+/* words: the values that have a name.  "0" is one of them if 0 in the field means the default.  low to high: the legal
+   numbers.  range: the same in words.  standard: the default, which 0 in the field stands for. */
 typedef struct ampi_field {
     const char *key;
     ampi_type type;
@@ -6680,8 +6701,8 @@ static void ampi_field_put(void *s, const ampi_field *k, double value) {
     int64_t wide;
     int32_t narrow;
     float real32;
-    switch (k->type) {              /* one conversion each: the others could trap on this value */
-        case AMPI_TEXT: memset(at, 0, (size_t)k->high); break;      /* others are copied by themselves */
+    switch (k->type) {              /* only the conversion that is needed, because others could trap on this value */
+        case AMPI_TEXT: memset(at, 0, (size_t)k->high); break;      /* a text that is not empty is copied elsewhere */
         case AMPI_I64: wide = (int64_t)value; memcpy(at, &wide, sizeof wide); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
@@ -6709,15 +6730,15 @@ static amp_result ampi_fields(const char *function, const ampi_field *rows, size
     return AMP_OK;
 }
 
-/* A number of a desc or op: must be finite and fit. */
+/* Checks a number of a desc or op, which must be finite.  fits: whether it also meets its other conditions. */
 static amp_result ampi_check_real(const char *function, const char *field, double value, int fits,
                                   const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
 
-/* ---- Bulk conversion.  Everything goes through fp32, which holds every value of the narrower formats.  fp64 is
-   converted directly to round only once. */
+/* ---- Conversion of many numbers.  They are converted through fp32, which holds every value of the narrower formats.
+   From fp64 they are rounded only once. */
 
 enum { AMPI_CONVERT_CHUNK = 512 };      /* elements in a buffer on the stack */
 
@@ -6743,7 +6764,7 @@ static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* From fp64 to any other dtype in one rounding; random NULL: to nearest. */
+/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, that is to nearest. */
 static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -6768,7 +6789,8 @@ static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* For the CPU kernels: nearest even, no saturation, no counts, on the calling thread. */
+/* The conversion for the CPU kernels.  It rounds to nearest even, without saturation and counts, on the calling
+   thread. */
 static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                               amp_cpu_path path) {
     float scratch[AMPI_CONVERT_CHUNK];
@@ -6790,7 +6812,7 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
         }
 }
 
-/* ---- Counting.  A number is not finite if every bit of its exponent (in E4M3: of its magnitude) is set. */
+/* ---- Counting.  A number is not finite if every bit of its exponent is set, or in E4M3 every bit of its magnitude. */
 
 static int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -6827,7 +6849,7 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
     return total;
 }
 
-/* ---- Conversion with every option, in pieces that fit the stack buffers */
+/* ---- Conversion with every option, in pieces that fit into the buffers on the stack */
 
 static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
                             amp_cpu_path path) {
@@ -6887,8 +6909,9 @@ static void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dt
     }
     ampi_fp_end(host);
 }
-/* Also returns how many finite numbers became infinite or NaN: without saturation the others stay so, and the number is
-   the difference of two counts.  In pieces, as dst may be src. */
+/* Also returns how many finite numbers became infinite or NaN.  Without saturation, numbers that were infinite or NaN
+   stay so, and the result is the difference of two counts.  With saturation it is 0.  The numbers are converted in
+   pieces, because dst may be src. */
 static int64_t ampi_convert_counted(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                     const amp_convert_desc *desc, amp_cpu_path path) {
     int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
@@ -6934,27 +6957,28 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
 /* ==== 3 >>machine: implementation ==== */
 
 #if defined(__clang__)
-#  define AMPI_COMPILER ""          /* its __VERSION__ begins with its name */
+#  define AMPI_COMPILER ""          /* clang's __VERSION__ begins with its name */
 #else
 #  define AMPI_COMPILER "gcc "
 #endif
 
-/* ---- Rates: how fast products are in each dtype.  Operands of a dtype for which the CPU has no fast instruction are
-   rounded or widened while they are packed, and fp32's kernel multiplies them.  That leaves two numbers to know of a
-   CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
+/* ---- Rates: how fast products are in each dtype, relative to fp32.  Operands of a dtype for which the CPU has no fast
+   instruction are rounded or widened while they are packed, and the kernel of fp32 multiplies them.  Only two rates
+   therefore depend on the CPU: that of vdpbf16ps, and that of the tiles of AMX.
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
-   (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.90 to 1.11 on a Zen 3, in
-   bf16 and fp16, by shape (rates-amd-epyc-2026-11-27.json).
-   Cooper Lake was not measured: Intel states twice fp32's peak, of which the table counts on half of the gain. */
+   (cpu-intel-xeon-2026-11-21.json, 1024^3).  The kernel of fp32 on 16-bit operands had 0.90 to 1.11 on a Zen 3,
+   depending on the shape, in bf16 and fp16 (rates-amd-epyc-2026-11-27.json).
+   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
     int32_t family, first, last;        /* models */
-    int32_t step;                       /* from this stepping on */
-    float dot, tiles;                   /* vdpbf16ps and AMX; 0: the cores lack it */
+    int32_t step;                       /* the first stepping */
+    float dot, tiles;                   /* rates of vdpbf16ps and AMX; 0: these cores lack the instruction */
 } ampi_cpu_kind;
-/* Models: Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches holds. */
+/* The models are from Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches
+   is used. */
 static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"AuthenticAMD", "Zen or Zen 2", 0x17, 0x00, 0xff, 0, 0, 0},
     {"AuthenticAMD", "Zen 3", 0x19, 0x00, 0x5f, 0, 0, 0},
@@ -7009,7 +7033,7 @@ static const ampi_cpu_kind *ampi_cpu_kind_of(const amp_cpu_info *cpu) {
     return found;
 }
 
-/* Whether it has the path, and the compiler of this file knew its instructions. */
+/* Whether the CPU has the instructions of a path, and the compiler of this file knew them. */
 static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
     switch (path) {
         case AMP_CPU_SCALAR: return 1;
@@ -7021,8 +7045,8 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
     }
 }
 
-/* Without a row: tiles are far faster than fp32 wherever there are any; of vdpbf16ps that is not known, and then fp32's
-   kernel is used. */
+/* Fills in the rates.  For cores without a row: tiles are far faster than fp32 on every CPU that has them.  For
+   vdpbf16ps that is not known, so its rate is set below 1 and the kernel of fp32 is used. */
 static void ampi_rates_fill(amp_machine *m) {
     static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f};
     static const amp_rates none = {0, 0, 0, 0};
@@ -7055,7 +7079,7 @@ static float *ampi_rate_at(amp_rates *r, amp_dtype dtype) {
     return dtype == AMP_TF32 ? &r->tf32 : dtype == AMP_F16 ? &r->fp16 : dtype == AMP_BF16 ? &r->bf16 : &r->fp8;
 }
 
-/* The next word, up to a space or a comma; its length. */
+/* Reads the next word, up to a space or a comma.  Returns its length. */
 static size_t ampi_rates_word(const char **text, char word[32]) {
     size_t n;
     *text += strspn(*text, " ");
@@ -7065,7 +7089,7 @@ static size_t ampi_rates_word(const char **text, char word[32]) {
     return n;
 }
 
-/* 1: *out is the next of the text; 0: the end; -1: something else. */
+/* Reads the next rate of the text into *out.  Returns 1, 0 at the end of the text, or -1 if there is no rate. */
 static AMPI_COLD int ampi_rates_next(const char **text, ampi_rate *out) {
     char path[32], dtype[32], rate[32];
     double value = 0;
@@ -7088,7 +7112,7 @@ static AMPI_COLD int ampi_rates_next(const char **text, ampi_rate *out) {
     return found ? 1 : -1;
 }
 
-/* How many there are; -1: it is no such text. */
+/* The number of rates in a text, or -1 if it is not a text of rates. */
 static int64_t ampi_rates_count(const char *text) {
     ampi_rate rate;
     int64_t n = 0;
@@ -7098,7 +7122,7 @@ static int64_t ampi_rates_count(const char *text) {
 }
 #define AMPI_RATES_RANGE "a path, a dtype and products beside fp32's from 0.001 to 1000: avx512 bf16 0.98, amx bf16 4"
 
-/* Puts the rates of a text, which may be NULL, in place of the table's. */
+/* Replaces rates of the table by those of a text, which may be NULL. */
 static AMPI_COLD amp_result ampi_rates_take(const char *function, amp_machine *m, const char *text) {
     ampi_rate rate;
     if (text != NULL && ampi_rates_count(text) < 0)
@@ -7209,7 +7233,7 @@ static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
            (dtype == AMP_TF32 && d->tf32) || (dtype == AMP_FP8 && d->fp8);
 }
 
-/* Among what a CPU's path offers: bf16 where it is faster than fp32. */
+/* Chooses among what the CPU's path offers: bf16 if it is faster than fp32, else fp32. */
 static amp_result ampi_choose_on_cpu(const amp_machine *m, amp_choice *out) {
     const char *path = ampi_cpu_path_name(m->cpu.path);
     float rate = ampi_rate_of(m, AMP_BF16);
@@ -7246,7 +7270,7 @@ static AMPI_COLD amp_result ampi_choose_auto(const amp_machine *m, int is_cpu, a
     return ampi_chosen(out, AMP_F32, 0, 0, "auto: %.64s has no fast 16-bit matrix instructions", d->name);
 }
 
-/* What was asked for, on a CPU, and what it costs. */
+/* Chooses what was asked for, on a CPU.  The reason says what that costs. */
 static amp_result ampi_choose_asked(const amp_machine *m, amp_dtype wanted, amp_choice *out) {
     const char *name = amp_dtype_name(wanted), *path = ampi_cpu_path_name(m->cpu.path);
     int emulated = !ampi_device_has(&m->device, wanted);
@@ -7317,7 +7341,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* even beside a dimension of 0 the others must not overflow */
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* if one dimension is 0, the others must not overflow either */
         if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
         count *= n;
     }
@@ -7325,7 +7349,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     return count;
 }
 
-/* Stride of dimension i in elements; all 0 in the view means contiguous. */
+/* The stride of dimension i in elements.  If all strides of the view are 0, it is contiguous. */
 static int64_t ampi_stride(const amp_tensor *t, int i) {
     int64_t stride = 1;
     int j, given = 0;
@@ -7345,7 +7369,7 @@ static int ampi_is_contiguous(const amp_tensor *t) {
     return 1;
 }
 
-/* "[2, 3, 4] bf16" for messages. */
+/* Writes a text such as "[2, 3, 4] bf16", for messages. */
 static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size);
     int i;
@@ -7356,16 +7380,17 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
-/* Memory of numbers of `size` bytes begins at a multiple of it: some processors, and every GPU, fault at any other. */
+/* Fails unless an address is a multiple of the size of its elements.  At other addresses some CPUs, and all GPUs,
+   fault. */
 static amp_result ampi_check_aligned(const char *function, const char *field, uintptr_t at, size_t size) {
     if (size == 0 || (at & (size - 1)) == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s is at 0x%llx, must be at a multiple of %d, the size of its elements",
                      field, (unsigned long long)at, (int)size);
 }
 
-#define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements: beyond any memory */
+#define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements, more than any memory has */
 
-/* An operator's operand: present, of a storage dtype, with a legal shape. */
+/* Checks an operand of an operator: it must have data, a storage dtype and a legal shape. */
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
     int i, given = 0;
@@ -7388,7 +7413,7 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* Whether a matrix's rows follow one another without overlap. */
+/* Fails if the rows of a matrix overlap or run backwards. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function,
@@ -7396,7 +7421,8 @@ static amp_result ampi_check_ld(const char *function, const char *field, int64_t
                      field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
-/* An output's elements must not overlap: each stride, from the smallest up, must reach past the dimensions below it. */
+/* Fails if elements of an output overlap.  They do not if each stride, taken from the smallest up, reaches past all
+   dimensions with smaller strides. */
 static amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
     int64_t reach = 0;              /* offset of the last element of the dimensions so far */
     int i, k, done = 0;
@@ -7415,21 +7441,22 @@ static amp_result ampi_check_output(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* ---- Where operands lie.  An output may not overlap another operand, unless the operator lets it be that operand: the
-   same elements at the same places. */
+/* ---- Where operands are in memory.  An output may not overlap another operand.  An operator may allow an output to be
+   another operand, with the same elements at the same places. */
 
 enum { AMPI_OPERANDS = 16 };
 
-/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k].  Strides grow;
-   dimensions without a gap between them are merged.  n = -1: not yet computed. */
+/* The bytes of a view, relative to its first: i[0] stride[0] + ... + (0 to block - 1), with i[k] below size[k].
+   Strides are in ascending order.  Dimensions without a gap between them are merged.  n is the number of strides, or -1
+   before ampi_find_extent. */
 typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], block; int n; } ampi_extent;
 
 typedef struct ampi_place {
     const char *field;              /* as error texts name it */
     const amp_tensor *view;         /* NULL: a contiguous array */
-    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element, 1 in an array */
-    uintptr_t align;                /* of its first byte; of arrays 4, if not set */
-    const char *may_be, *or_be;     /* the fields that an output may be */
+    uintptr_t low, high, size;      /* its bytes are in [low, high); size: bytes of an element, in an array 1 */
+    uintptr_t align;                /* its first byte must be at a multiple of this; by default 4 for arrays */
+    const char *may_be, *or_be;     /* of an output: the operands that it may be, or NULL */
     int written;
     ampi_extent extent;
 } ampi_place;
@@ -7451,7 +7478,7 @@ static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const voi
     return p;
 }
 
-/* The shape must have been checked; t may have no data. */
+/* Adds a tensor that is read, if it has data.  Its shape must have been checked. */
 static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
     uintptr_t size = amp_dtype_size(t->dtype), below = 0, above = 0, count = 1, given = 0;
     ampi_place *p;
@@ -7512,8 +7539,8 @@ static void ampi_find_extent(ampi_place *p) {
     }
 }
 
-/* Sums of strides, each taken `least` to `most` times; the terms from k on sum to low[k] to high[k].  The last stride
-   is 1. */
+/* Sums of strides, each of which is taken `least` to `most` times.  The terms from k on add up to between low[k] and
+   high[k].  The last stride is 1. */
 enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
 typedef struct ampi_sums {
     int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1];
@@ -7524,8 +7551,8 @@ static int64_t ampi_floor_div(int64_t a, int64_t b) {
     return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b);
 }
 
-/* Whether the terms from k on can sum to `target`.  Views whose dimensions do not interleave leave at most two choices
-   per term; for others the tries may run out, and the views then count as apart. */
+/* Whether the terms from k on can add up to `target`.  If the dimensions of the views do not interleave, there are at
+   most two choices for each term.  For other views the tries may run out, and the views then count as apart. */
 static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     int64_t x, last;
     if (target < s->low[k] || target > s->high[k]) return 0;
@@ -7537,8 +7564,8 @@ static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     return 0;
 }
 
-/* Whether they share a byte: whether some offset into a minus some offset into b is the distance of their first bytes.
-   Equal strides share a term. */
+/* Whether two operands share a byte.  They do if an offset into a minus an offset into b is the distance of their first
+   bytes.  Equal strides of both are one term of that sum. */
 static int ampi_share(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     int i = ea->n - 1, j = eb->n - 1, k;
@@ -7562,7 +7589,7 @@ static int ampi_share(const ampi_place *a, const ampi_place *b) {
     return ampi_can_sum(&s, 0, (int64_t)(b->low - a->low));
 }
 
-/* The same elements at the same places. */
+/* Whether two operands have the same elements at the same places. */
 static int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     size_t bytes = sizeof *ea->stride * (size_t)ea->n;
@@ -7595,7 +7622,7 @@ static amp_result ampi_check_places(const char *function, ampi_places *s) {
     return AMP_OK;
 }
 
-/* A parameter's weight, and its gradient, which has as many elements. */
+/* Add a parameter's weight, which is read, or its gradient, which is written and has as many elements. */
 static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL) ampi_reads(s, field, &p->weight);
 }
@@ -7614,7 +7641,7 @@ static amp_result ampi_check_own_gradient(const char *function, const amp_param 
                      "%s: the gradient lies in the weight's memory: give it separate memory", p->name);
 }
 
-/* Shell-style match with * (any run) and ? (one character). */
+/* Whether a text matches a pattern, in which * stands for any characters and ? for one. */
 static int ampi_match(const char *pattern, const char *text) {
     const char *star = NULL, *resume = NULL;
     while (*text) {
@@ -7629,8 +7656,8 @@ static int ampi_match(const char *pattern, const char *text) {
 
 static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
 
-/* The number of edits (insert, delete, replace a character) that make the n bytes of a pattern match a name, in either
-   case (Levenshtein 1966).  Of a name the first 127 bytes count. */
+/* The number of edits that make the n bytes of a pattern match a name, where upper and lower case are the same
+   (Levenshtein 1966).  An edit inserts, deletes or replaces a character.  Only the first 127 bytes of each count. */
 static int ampi_edits(const char *pattern, size_t n, const char *name) {
     int row[128], i, j, above, before, any, length = (int)AMPI_MIN(strlen(name), (size_t)127);
     for (j = 0; j <= length; j++) row[j] = j;
@@ -7648,7 +7675,7 @@ static int ampi_edits(const char *pattern, size_t n, const char *name) {
     return row[length];
 }
 
-/* The nearest of the names tried; zeros: none was. */
+/* The nearest of the names that were tried.  It is all zeros before the first. */
 typedef struct ampi_nearest { const char *name; int edits; } ampi_nearest;
 static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, const char *name) {
     int edits = ampi_edits(pattern, n, name);
@@ -7656,7 +7683,7 @@ static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, con
     s->name = name;
     s->edits = edits;
 }
-/* No parameter matches: what was given, such as .groups[0].match. */
+/* Fails because no parameter matches a pattern.  given: where it was given, such as .groups[0].match. */
 static amp_result ampi_fail_unmatched(const char *function, const char *given, const char *pattern,
                                       const ampi_nearest *nearest) {
     return ampi_fail(AMP_ERR_NAME, function, "%s = \"%.100s\" matches no parameter; %s%.100s", given, pattern,
@@ -7665,12 +7692,13 @@ static amp_result ampi_fail_unmatched(const char *function, const char *given, c
 
 /* ---- Masks: which keys a query sees */
 
-/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+/* The keys that a query sees by the mask's kind and lengths: key j if j < first or low <= j < high. */
 typedef struct ampi_span { int64_t first, low, high; } ampi_span;
 
 static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-/* position: the query's place among the keys, i + keys - queries for query i, so that the last ones align. */
+/* position: the query's place among the keys.  It is i + keys - queries for query i, so that the last query is at the
+   last key. */
 static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
     int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
@@ -7717,13 +7745,13 @@ static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, 
      32    4  CRC-32C of the directory
      36    4  CRC-32C of bytes 0 to 35
      40       directory, per record: key (64 or 256, padded with 0), dtype (4), CRC-32C of the payload (4), count (8)
-   then the payloads in the same order, without gaps.  Checksums cover every byte, and nothing is allocated before the
-   sizes have been compared with the bytes present.  Version 2 is written only if a key needs it, so that 0.2 reads
-   whatever it can. */
+   The payloads follow in the same order, without gaps.  Checksums cover every byte.  Before anything is allocated, the
+   sizes are compared with the bytes that are there.  Version 2 is written only if a key needs it, so that 0.2 can read
+   all other states. */
 
 enum { AMPI_STATE_FORMAT = 2, AMPI_STATE_HEADER = 40, AMPI_STATE_KEY = 256 };
 
-/* Bytes of a key in the directory, and of an entry. */
+/* The bytes of a key in the directory, and of an entry of the directory. */
 static size_t ampi_state_key_bytes(int format) { return format == 1 ? 64 : AMPI_STATE_KEY; }
 static size_t ampi_state_entry_bytes(int format) { return ampi_state_key_bytes(format) + 16; }
 
@@ -7740,17 +7768,18 @@ struct amp_state {
     uint64_t made;                  /* a serial */
     ampi_record *records;
     int64_t n, capacity;
-    /* by hash of the key: 1 + index of the record, 0: empty; 2 * capacity entries, a power of two */
+    /* Entries by the hash of the key: 1 + the index of the record, or 0 if empty.  There are 2 * capacity of them, a
+       power of two. */
     int64_t *table;
 };
 
-/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI): the CPU's instruction, or tables for eight
-   bytes per round. */
+/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI).  It is computed by the CPU's instruction, or
+   else by tables, eight bytes at a time. */
 
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
 #if AMPI_X86 && defined(__x86_64__)
-#if defined(__clang__) && __clang_major__ >= 14      /* zig's takes features literally; others do not know this one */
+#if defined(__clang__) && __clang_major__ >= 14      /* zig's clang needs crc32 named; other compilers do not know it */
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2,crc32")))
 #else
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2")))
@@ -7775,7 +7804,7 @@ static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n
 static int ampi_crc_has_instruction(void) { return 0; }
 #endif
 
-/* table[k][i]: the CRC of byte i followed by k zero bytes. */
+/* table[k][i] is the CRC of byte i followed by k zero bytes. */
 static void ampi_crc_init(ampi_crc *c, int allow_instruction) {
     uint32_t i;
     int k;
@@ -7803,7 +7832,7 @@ static void ampi_store_le64(uint8_t *p, uint64_t value) {
     ampi_store_le32(p + 4, (uint32_t)(value >> 32));
 }
 
-/* Continues from the CRC of the bytes before; 0 to begin. */
+/* Continues from crc, which is the CRC of the bytes before, or 0 at the beginning. */
 static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
     crc = ~crc;
     if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
@@ -7819,7 +7848,7 @@ static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *dat
 
 /* ---- Records */
 
-/* Bytes of an element; 0 for a dtype that records cannot have. */
+/* The bytes of an element.  0 for a dtype that records cannot have. */
 static size_t ampi_state_element(amp_dtype dtype) {
     return ampi_traits(dtype)->use & AMPI_IS_SAVED ? amp_dtype_size(dtype) : 0;
 }
@@ -7830,7 +7859,7 @@ static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     return hash;
 }
 
-/* The key's entry in the table, or the empty one for it. */
+/* The entry of a key in the table, or the empty entry where it belongs. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
     uint64_t mask = (uint64_t)state->capacity * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
@@ -7842,7 +7871,7 @@ static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
     return place == 0 ? NULL : state->records + (place - 1);
 }
 
-/* `capacity`: records in all, a power of two. */
+/* Makes room for `capacity` records in all, a power of two. */
 static AMPI_COLD amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
     void *records, *table;
     int64_t i;
@@ -7868,7 +7897,7 @@ static void ampi_state_release(const amp_state *state, ampi_record *record) {
     if (record->data != NULL) ampi_memory_give(&state->system, record->data, record->bytes);
 }
 
-/* Adds or replaces a record; on success the state owns its data. */
+/* Adds or replaces a record.  On success the state owns the record's data. */
 static amp_result ampi_state_insert(amp_state *state, const char *function, const ampi_record *record) {
     ampi_record *old = ampi_state_find(state, record->key);
     if (old != NULL) {
@@ -7896,7 +7925,7 @@ AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     return AMP_OK;
 }
 
-/* The library's own, in a callback or not. */
+/* Destroys a state that the library made, in a callback too. */
 static void ampi_state_free(amp_state *state) {
     amp_system s;
     int64_t i;
@@ -7912,7 +7941,7 @@ AMP_API void amp_state_destroy(amp_state *state) {
         ampi_state_free(state);
 }
 
-/* Ends a save that filled its own state: moves its records into `to`, all or, on failure, none. */
+/* Ends a save that filled a separate state, `own`: moves the records of it into `to`, all or, on failure, none. */
 static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
     int64_t capacity = AMPI_MAX(to->capacity, 16), i;
     while (capacity < to->n + own->n) capacity *= 2;
@@ -7979,7 +8008,7 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
     return record->count;
 }
 
-/* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
+/* Writes "<prefix>.<name>", or "<prefix>.<name>.<i>" if i >= 0, to key. */
 static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name,
                            int64_t i) {
     int n;
@@ -7996,7 +8025,7 @@ AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
 
 /* ---- The blob */
 
-/* Copies values of `size` bytes between memory and little-endian data. */
+/* Copies values of `size` bytes each between memory and little-endian data. */
 static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
     const uint16_t probe = 1;
     uint8_t first;
@@ -8007,7 +8036,7 @@ static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t 
         for (j = 0; j < size; j++) dst[i + j] = src[i + size - 1 - j];
 }
 
-/* ampi_copy_le in pieces that stay in the cache; returns the checksum of the blob's side. */
+/* Does ampi_copy_le in pieces that stay in the cache.  Returns the checksum of the little-endian data. */
 static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size,
                                 int to_blob) {
     enum { AMPI_STATE_PIECE = 1 << 16 };
@@ -8023,7 +8052,7 @@ static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src,
     return sum;
 }
 
-/* The oldest format that has room for all keys. */
+/* The oldest format in which all keys have room. */
 static int ampi_state_format(const amp_state *state) {
     int64_t i;
     for (i = 0; i < state->n; i++)
@@ -8078,12 +8107,12 @@ AMP_API AMPI_COLD amp_result amp_state_encode(const amp_state *state, void **dat
     return AMP_OK;
 }
 
-/* A blob being read; `name` is its path, or "blob". */
+/* A blob that is being read.  name is its path, or "blob". */
 typedef struct ampi_blob {
     const char *function, *name;
     const uint8_t *data;
     uint64_t bytes, records, directory;
-    size_t key, entry;              /* bytes of each in the directory */
+    size_t key, entry;              /* bytes of a key and of an entry in the directory */
     ampi_crc crc;
 } ampi_blob;
 
@@ -8121,7 +8150,8 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     return AMP_OK;
 }
 
-/* Reads entry i of the directory into *record, without data; *left: bytes left for this and later payloads. */
+/* Reads entry i of the directory into *record, without the data.  *left is how many bytes are left for its payload and
+   later ones; it is reduced by that payload. */
 static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_t *left, ampi_record *record) {
     const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * b->entry, *rest = entry + b->key;
     uint32_t dtype = ampi_le32(rest);
@@ -8205,7 +8235,8 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
     return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
 }
 
-/* *sum: of all that the blob holds, the checksum of its directory, in which the records' are. */
+/* Writes a state to a file.  *sum receives the checksum of the directory.  It stands for the whole blob, because the
+   directory contains the checksums of the records. */
 static amp_result ampi_state_write(const amp_state *state, const char *path, int64_t *sum) {
     void *data;
     size_t bytes;
@@ -8238,7 +8269,7 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
     return ampi_state_read(out, system, path, &sum);
 }
 
-/* For files that the library itself writes: refuses a pipe instead of waiting for it. */
+/* Loads a file that the library wrote itself.  Fails on a pipe, which amp_state_load would wait for. */
 static amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
     intptr_t file;
     int64_t size;
@@ -14055,10 +14086,12 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
 }
 
 /* ==== 7 >>masks: implementation ====
-   A mask is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
+   A mask is written once.  Threads that need it at that time wait until it is written.  Writing, allocating and freeing
+   run without the context's lock.  .writing of an entry is set from ampi_mask_claim to ampi_mask_written, and its .data
+   is NULL until then. */
 
-/* 1: this thread is writing a copy or a mask, and calls from within, for example from the host's allocator: it must not
-   wait.  Called with the lock held. */
+/* Whether this thread is writing a cached copy or a mask, and so this is a call from within, for example from the
+   program's allocator.  It must not wait for another entry then.  Called with the lock held. */
 static int ampi_is_writing(const amp_context *amp) {
     pthread_t me = pthread_self();
     int64_t i;
@@ -14098,7 +14131,7 @@ static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, in
             ->align = 1;
 }
 
-/* Whether the sequences' masks may differ. */
+/* Whether the masks of the sequences may differ. */
 static int ampi_mask_per_batch(const amp_mask *m) {
     return m->lengths || m->documents || m->kind == AMP_MASK_PREFIX ||
            (m->kind == AMP_MASK_ARBITRARY && m->allowed_batch_stride != 0);
@@ -14125,7 +14158,8 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
     return AMP_OK;
 }
 
-/* The key: eight numbers, then the arrays.  Returns its size; out NULL: only that. */
+/* Writes the key of a mask, which is eight numbers and then the arrays, and returns its size.  If out is NULL, it only
+   returns the size. */
 static int64_t ampi_mask_key(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype,
                              uint8_t *out) {
     int64_t numbers[8], n = (int64_t)sizeof numbers, b;
@@ -14161,7 +14195,7 @@ static uint64_t ampi_mask_hash(const uint8_t *key, int64_t n) {        /* FNV-1a
     return hash;
 }
 
-/* Writes a row of 0 and 1. */
+/* Writes a row of the mask, 1 where the key is seen and 0 where it is hidden. */
 static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int64_t queries, int64_t keys,
                                 uint8_t *row) {
     int64_t position = query + keys - queries, j;
@@ -14176,7 +14210,7 @@ static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int
     }
 }
 
-/* The row in its dtype: 0 where seen, -inf where hidden. */
+/* Converts such a row to numbers that are added to scores: 0 where seen, -inf where hidden. */
 static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype, void *out) {
     int64_t j;
     for (j = 0; j < keys; j++) {
@@ -14185,7 +14219,7 @@ static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype,
     }
 }
 
-/* Writes all rows to the device, waiting for each if the host cannot write there itself. */
+/* Writes all rows to the device.  If the CPU cannot write to its memory, it waits for the copy of each row. */
 static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                   amp_dtype dtype, void *data) {
     int64_t size = (int64_t)amp_dtype_size(dtype), b, i;
@@ -14210,11 +14244,12 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
     return result;
 }
 
-/* What amp_mask_cache_drop (KIND), amp_mask_cache_clear (ANY) and the limit (OLDEST) free. */
+/* Which masks are freed: those of a kind (amp_mask_cache_drop), any (amp_mask_cache_clear), or the oldest while the
+   limit is exceeded. */
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
-/* Frees the least recently used mask that is not held; 0: there is none.  OLDEST: only while `more` bytes do not fit
-   under the limit. */
+/* Frees the least recently used mask that is not in use, and returns 1.  Returns 0 if there is none.  With OLDEST it
+   also returns 0 if `more` bytes fit under the limit. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -14238,7 +14273,7 @@ static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_ki
     return oldest >= 0;
 }
 
-/* The index of the mask with this key; n_masks: none.  Called with the lock held. */
+/* The index of the mask with e's key, or n_masks if there is none.  Called with the lock held. */
 static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     int64_t i;
     for (i = 0; i < amp->n_masks; i++) {
@@ -14262,7 +14297,8 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
-/* Finds the mask with e's key and marks it in use, or adds e: then e->writing is 1 and the entry owns the key. */
+/* Finds the mask with e's key, or adds an entry for it.  Marks the mask as in use.  If it was added, e->writing is 1,
+   the caller must write the mask, and the entry owns the key. */
 static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
     int64_t i;
@@ -14295,7 +14331,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     return AMP_OK;
 }
 
-/* Writes a claimed mask; batch is 1 if all sequences share it. */
+/* Allocates and writes the mask of an entry that ampi_mask_claim added.  batch is 1 if all sequences share it. */
 static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                  amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
@@ -14307,7 +14343,7 @@ static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t ba
     return ampi_mask_write(amp, m, batch, queries, keys, dtype, e->data);
 }
 
-/* The mask is written, or its entry removed if that failed. */
+/* Ends the writing of a mask, and wakes the threads that wait for it.  If it failed, the entry is removed. */
 static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_result result) {
     int64_t i;
     ampi_lock(amp);
@@ -19297,8 +19333,8 @@ static uint64_t ampi_mixed(int64_t x) {
    If the only user of a linear layer is another linear layer, the backward of the second computes the gradient of the
    first one's activation.
    If splits divide a value completely, its gradient is one piece of memory, and the splits' gradients are parts of it.
-   Each part adds the hash of its beginning to .split and subtracts the hash of its end.  Where one part follows another,
-   these cancel, so a complete division leaves the hash of 0 minus that of the size. */
+   Each part adds the hash of its beginning to .split and subtracts the hash of its end.  Where one part follows
+   another, these cancel, so a complete division leaves the hash of 0 minus that of the size. */
 static void ampi_tape_fuse(amp_tape *t) {
     int32_t i, k;
     for (i = 0; i < t->n; i++) {
