@@ -16002,7 +16002,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
 /* ==== 9 >>operators: implementation ====
    Each function checks its op struct, asks >>autocast for the plan, and calls the backend. */
 
-/* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
+/* Converts a tensor to a matrix of rows x last dimension.  Fails unless its leading dimensions are evenly strided. */
 static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
     int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
@@ -16034,12 +16034,13 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
 
 #if !defined(AMP_NO_OPERATORS)
 
-/* ---- The operators are rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the
-   kernel's arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
+/* ---- The operators are rows of the table ampi_calls.  Each has two functions.  `prepare` checks the op, fills in the
+   arguments of the kernel, and lists the memory that is read and written.  `kernel` calls the kernel.  The operators
+   share everything else, in ampi_operate. */
 
-/* A linear layer's rows, and what the backward of .act and of .x_act reads; NULL: there is none. */
+/* A linear layer's rows, and the tensors that the backward of .act (kept) and of .x_act (x_kept) reads, or NULL. */
 typedef struct ampi_linear_args { amp_mat x, y, pre, dy, dx; const amp_tensor *kept, *x_kept; } ampi_linear_args;
-/* The products of a matmul: one forward, up to two backward. */
+/* The products of a matmul: one in the forward, up to two in the backward. */
 typedef struct ampi_matmul_args { amp_k_gemm gemms[2]; int32_t n; } ampi_matmul_args;
 typedef struct ampi_linear_loss { amp_mat x, dx; amp_k_cross_entropy loss; } ampi_linear_loss;
 
@@ -16047,10 +16048,10 @@ typedef struct ampi_call {
     amp_context *amp;
     const char *f;                  /* the public function */
     void *op;
-    int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
+    int32_t id, backward, bad;      /* bad: 1 + the first row whose label or id is out of range; 0: none */
     amp_dtype inputs[2];            /* set by `prepare`, for the plan */
     amp_param *params[2];
-    amp_plan plan;                  /* known to `kernel` alone */
+    amp_plan plan;                  /* set after `prepare`, before `kernel` */
     ampi_places at;
     union {
         ampi_linear_args linear; ampi_matmul_args matmul; amp_k_attention attention;
@@ -16061,13 +16062,13 @@ typedef struct ampi_call {
     } k;
 } ampi_call;
 
-/* A plan is 0 or written by a forward; any other value means that the op was never zeroed. */
+/* Whether a plan shows that the op was never zeroed.  Otherwise it is 0, or what a forward wrote. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
     return (uint32_t)p->compute > AMP_FP8 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
            (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || (uint32_t)p->saturate > 1;
 }
 
-/* Begins every call with an op.  plan: its offset in the op. */
+/* Makes the first checks of every call with an op.  plan: its offset in the op. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     AMPI_TRY(ampi_need2(function, amp, "amp", op, "op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
@@ -16086,13 +16087,13 @@ static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     return AMP_OK;
 }
 
-/* Versions only grow, so their sum changes when one does. */
+/* The sum of the versions of two parameters.  It changes when one of them does, because versions only grow. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
     return (a ? a->version : 0) + (b ? b->version : 0);
 }
 
-/* Decides the plan of a forward or, when recomputing, takes the recorded one.  version: of its parameters.  told 1: the
-   operator logs the decision itself. */
+/* Decides the plan of a forward.  When recomputing or replaying, takes the recorded plan instead.  version: that of its
+   parameters.  told 1: the operator logs the decision itself. */
 static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_plan *recorded, uint64_t version,
                                     int told) {
     if (!ampi_is_recomputing(c->amp)) {
@@ -16110,7 +16111,7 @@ static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_p
     return AMP_OK;
 }
 
-/* A tensor that must have the rows of `like`; ampi_optional_rows: if it has data. */
+/* Convert a tensor that must have as many rows as `like`.  ampi_optional_rows does so only if the tensor has data. */
 static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other,
                                  const amp_mat *like, amp_mat *out) {
     AMPI_TRY(ampi_rows(function, field, t, out));
@@ -16123,7 +16124,7 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of exactly this shape; cols -1: a vector. */
+/* Fails unless a parameter has exactly this shape.  cols -1: it is a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows,
                                     int64_t cols) {
     const int64_t *have = p->weight.shape;
@@ -16141,13 +16142,14 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
-/* Where a kernel reports a row out of range: read at once if visible to the host, else at the next wait. */
+/* Where a kernel reports a row that is out of range.  If the CPU can read the backend's memory, it is *here, which is
+   read at once.  Otherwise it is in the context's cells, which are read when the program waits the next time. */
 static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) {
     return amp->backend->host_visible ? here : &amp->cells->bad_row;
 }
 
-/* ---- What casts lose of a product's operands, on the CPU: counts finite numbers that fp16 makes infinite; with a plan
-   that saturates, cuts inputs to the largest finite number. */
+/* ---- What casts lose of a product's operands.  On the CPU, finite numbers that become infinite in fp16 are counted.
+   With a plan that saturates, inputs are cut to the largest finite number of the compute dtype. */
 
 static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
     int64_t rows = i            ? g->trans_b ? g->n : g->k
@@ -16161,14 +16163,14 @@ static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
     return t;
 }
 
-/* Row i of a view. */
+/* The address of row i of a view. */
 static void *ampi_view_row(const amp_tensor *t, int64_t i) {
     int64_t at = 0;
     int d;
     for (d = t->ndim - 2; d >= 0; i /= t->shape[d--]) at += i % t->shape[d] * ampi_stride(t, d);
     return ampi_at_mut(t->data, t->dtype, at);
 }
-/* How many rows of n elements a view has; a contiguous one is one row. */
+/* How many rows a view has, and in *n the elements of a row.  A contiguous view is one row. */
 static int64_t ampi_view_rows(const amp_tensor *t, int64_t *n) {
     int64_t count = amp_tensor_count(t);
     *n = ampi_is_contiguous(t) ? count : t->shape[t->ndim - 1];
@@ -16194,8 +16196,8 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
     }
 }
 
-/* How many finite numbers of t become infinite in `compute`.  copy: receives t, contiguous, with these cut; may be
-   NULL. */
+/* How many finite numbers of t become infinite in `compute`.  copy, if not NULL, receives a contiguous copy of t with
+   these numbers cut. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
@@ -16219,8 +16221,10 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     return total;
 }
 
-/* An operand, for messages.  input 0: a gradient, 1: an input, 2: unknown.  copy: its cut copy, or NULL; cut: orders to
-   a device that cuts it.  weight: of the layer, for the first operand; if it is that, for the second. */
+/* An operand of a product, with its name in messages.
+   input: 0 for a gradient, 1 for an input, 2 if that is not known.
+   copy: the copy that was cut, or NULL.  cut: how a device must cut the operand.
+   weight: in the first operand, the weight of the layer.  In the second, the same if the operand is that weight. */
 typedef struct ampi_input {
     const char *name, *layer; int input, no_fp8; void *copy; amp_k_cut cut; amp_param *weight;
 } ampi_input;
@@ -16239,14 +16243,14 @@ static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, 
                                          amp_dtype dtype) {
     uint32_t largest = ampi_traits(compute)->largest;
     if (in->input == 0 || dtype == compute || dtype == AMP_F16) return NULL;
-    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* a number of its own dtype */
+    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* a number that dtype has */
     in->cut.beyond = largest + (largest & (0u - largest)) / 2;     /* from half a step beyond, it rounds to infinity */
     in->cut.count = &amp->cells->cut; in->cut.last = &amp->cells->cut_last;
     in->cut.note = ampi_input_at(f, in, compute);
     return &in->cut;
 }
 
-/* If an operand needs cutting, makes a cut copy, which *t becomes; free in->copy. */
+/* If an operand must be cut, makes a cut copy of it, which *t becomes.  The caller frees in->copy. */
 static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
     int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
     amp_k_cut_note note;
@@ -16273,7 +16277,8 @@ static void ampi_product_done(amp_context *amp, const ampi_input *in) {
     amp_free(amp, in[1].copy);
 }
 
-/* Cuts a product's operands before anything is written.  Call ampi_product_done even after a failure. */
+/* Cuts the operands of a product, before anything is written.  ampi_product_done must be called also after a
+   failure. */
 static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
     int i;
     for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && !ampi_is_0(g->alpha); i++) {
@@ -16316,13 +16321,13 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     return AMP_OK;
 }
 
-/* The operands of a product.  input: of both. */
+/* Fills in the operands of a product.  input: that of both. */
 static void ampi_product_inputs(ampi_input in[2], const char *a, const char *b, int input) {
     memset(in, 0, 2 * sizeof *in);
     in[0].name = a; in[1].name = b;
     in[0].input = in[1].input = input;
 }
-/* All three for one product. */
+/* Calls ampi_product_ready, _run and _done for one product. */
 static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input in[2],
                                     int32_t saturate) {
     amp_result result = ampi_product_ready(amp, f, g, in, saturate);
@@ -16365,8 +16370,8 @@ static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_par
     return AMP_OK;
 }
 
-/* The weight as the right operand: packed if that helps, or cast once until it changes.  Release with
-   ampi_cache_put(*held). */
+/* Makes the weight the right operand of a product.  It is packed if that helps, or cast once until it changes.  The
+   caller releases it by ampi_cache_put(*held). */
 static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan,
                                      amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
@@ -16374,7 +16379,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
-    /* a device cuts it while casting */
+    /* A device cuts it while it casts it. */
     if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
@@ -16389,7 +16394,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     return AMP_OK;
 }
 
-/* A 16-bit copy of the bias, if the kernels may need it; released like the weight. */
+/* Makes a 16-bit copy of the bias, if the kernels may need it.  It is released like the weight. */
 static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm *g) {
     ampi_cache_use use;
     if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32)
@@ -16446,8 +16451,8 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return ampi_as(f, (amp->backend->activation_backward)(amp->dev, &a, amp->desc.stream));
 }
 
-/* What the backward of .act reads, or with of_x that of .x_act: the activation's input.  RELU can do with its output:
-   relu(x) > 0 if and only if x > 0. */
+/* What the backward of .act reads, or with of_x that of .x_act.  It is the input of the activation.  For RELU the
+   output is enough, because relu(x) > 0 if and only if x > 0. */
 static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int of_x, const amp_tensor **in) {
     amp_activation_kind act = of_x ? op->x_act : op->act;
     const amp_tensor *pre = of_x ? &op->x_pre : &op->pre, *y = of_x ? &op->x : &op->y, *d = of_x ? &op->dx : &op->dy;
@@ -16465,7 +16470,7 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
                      amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
 
-/* Reserves the scratch memory of several products before the first writes. */
+/* Reserves the scratch memory of several products, before the first of them writes. */
 static amp_result ampi_gemm_reserve(amp_context *amp, const char *f, amp_k_gemm *gemms, int64_t n) {
     return amp->backend->gemm_reserve ? ampi_as(f, (amp->backend->gemm_reserve)(amp->dev, gemms, n)) : AMP_OK;
 }
@@ -16473,7 +16478,7 @@ static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
     if (gemms->scratch != NULL) (amp->backend->gemm_release)(amp->dev, gemms);
 }
 
-/* bias: its gradient is computed too; NULL: none. */
+/* The product for the gradient of the weight.  If bias is not NULL, its gradient is computed too. */
 static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy,
                                            const amp_param *bias) {
     const amp_param *w = op->weight;
@@ -16493,7 +16498,7 @@ static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_ma
     return g;
 }
 
-/* The bias gradient; no columns: not wanted. */
+/* The sum for the gradient of the bias.  It has no columns if that is not wanted. */
 static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
@@ -16511,7 +16516,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
     return AMP_OK;
 }
 
-/* dx: no data: it is not wanted. */
+/* The product for the gradient of x.  dx without data means that it is not wanted. */
 static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
@@ -16523,7 +16528,7 @@ static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy
     g.alpha = 1; g.compute = op->plan.compute;
     return g;
 }
-/* Its weight.  Release it with ampi_cache_put(*held). */
+/* Sets the weight of that product.  The caller releases it by ampi_cache_put(*held). */
 static amp_result ampi_linear_dx_weight(amp_context *amp, const char *f, const amp_linear_op *op, amp_k_gemm *g,
                                         amp_k_fp8 fp8[2], const void **held) {
     ampi_cache_use use;
@@ -16543,14 +16548,15 @@ static amp_result ampi_linear_dx_act(const amp_context *amp, const char *f, cons
     return AMP_OK;
 }
 
-/* What a linear layer's backward calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, and gemms[1]
+   for x.  along: the bias if gemms[0] computes its gradient too, or NULL. */
 typedef struct ampi_linear_calls {
     amp_k_gemm gemms[2]; amp_k_column_sum sum; amp_param *along;
     ampi_input in[2][2];
     amp_k_fp8 fp8[2][2];
 } ampi_linear_calls;
 
-/* Each gradient is marked as soon as it is there: ranks then send it while the next is computed. */
+/* Marks each gradient as soon as it is complete, so that ranks can exchange it while the next is computed. */
 static amp_result ampi_linear_run(ampi_call *c, const ampi_linear_calls *calls) {
     amp_linear_op *op = (amp_linear_op *)c->op;
     const ampi_linear_args *k = &c->k.linear;
@@ -16648,7 +16654,7 @@ static amp_result ampi_linear_kernel(ampi_call *c) {
 
 /* ---- Batched matmul */
 
-/* An operand of a batched product: evenly spaced matrices. */
+/* An operand of a batched product, which is evenly spaced matrices. */
 typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, rows, cols, ld, stride; } ampi_operand;
 
 static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
@@ -16680,7 +16686,7 @@ static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int t
                      (long long)c->batch, (long long)c->rows, (long long)c->cols);
 }
 
-/* *out: c = alpha op(a) op(b), shapes checked; without .compute. */
+/* *out becomes the product c = alpha op(a) op(b), with its shapes checked, but without .compute. */
 static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b,
                                     int trans_b, const ampi_operand *c, float alpha, amp_k_gemm *out) {
     amp_k_gemm g;
@@ -16696,8 +16702,8 @@ static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int tr
     return AMP_OK;
 }
 
-/* The products of the backward.  With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; these transposed
-   for a transposed operand. */
+/* The products of the backward.  With y = op(a) op(b), d op(a) = dy op(b)^T and d op(b) = op(a)^T dy.  For a transposed
+   operand the result is transposed. */
 static amp_result ampi_matmul_prepare_backward(ampi_call *c, const ampi_operand *a, const ampi_operand *b) {
     const amp_matmul_op *op = (const amp_matmul_op *)c->op;
     ampi_matmul_args *k = &c->k.matmul;
@@ -16769,7 +16775,8 @@ static amp_result ampi_matmul_kernel(ampi_call *c) {
 
 /* ---- The BLAS-shaped GEMM */
 
-/* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
+/* Fails if a BLAS matrix of `lines` lines, `ld` elements apart, is larger than any memory.  Sizes and offsets that are
+   computed from these numbers then do not overflow. */
 static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
     if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
     return ampi_fail(AMP_ERR_SIZE, "amp_gemm",
@@ -16807,7 +16814,7 @@ static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_
     return AMP_OK;
 }
 
-/* A BLAS matrix as a view. */
+/* A view of a BLAS matrix. */
 static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols,
                                  int64_t ld) {
     amp_tensor t = amp_tensor2(data, dtype, row_major ? rows : cols, row_major ? cols : rows);
@@ -16832,12 +16839,12 @@ static amp_result ampi_gemm_aligned(const void *a, const void *b, const void *c,
     return ampi_check_aligned("amp_gemm", "c", (uintptr_t)c, size);
 }
 
-/* Bytes from the first to the last element of lines `ld` apart. */
+/* The bytes from the first to the last element of lines that are `ld` elements apart. */
 static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) {
     return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float);
 }
 
-/* Warns once of a product that a 16-bit context computes in fp32 for lack of a region. */
+/* Warns once if a 16-bit context computes a product in fp32 because there is no region. */
 static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
     if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always ||
@@ -16859,7 +16866,7 @@ static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
     return AMP_OK;
 }
 
-/* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
+/* A product in column major is the same as one in row major with everything transposed: C^T = op(B)^T op(A)^T. */
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
@@ -16875,7 +16882,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (m == 0 || n == 0) return AMP_OK;
     AMPI_TRY(ampi_need("amp_gemm", c, "c"));
     if (k > 0) AMPI_TRY(ampi_need2("amp_gemm", a, "a", b, "b"));
-    if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
+    if (k == 0) a = b = c;          /* they are not read, but kernels must not do arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
@@ -16896,7 +16903,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     return ampi_as("amp_gemm", (amp->backend->gemm)(amp->dev, &g, amp->desc.stream));
 }
 
-/* Converts rows `ld` apart into contiguous rows of n. */
+/* Converts rows that are `ld` elements apart to contiguous rows of n elements. */
 static void ampi_gemm_narrow(float *dst, const double *src, int64_t ld, int64_t rows, int64_t n) {
     int64_t i;
     if (ld == n) { n *= rows; rows = rows > 0; }
@@ -16991,7 +16998,8 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
-/* ampi_product_ready for q, k and v, but counts at once: the result hides a key at -inf.  in[3]: d_o, backward only. */
+/* Does for q, k and v what ampi_product_ready does for a product.  It counts before the call, because the result does
+   not show a key at -inf.  in[3] is d_o, and is used in backward only. */
 static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k,
                                        ampi_input in[4], int32_t saturate) {
     static const char *const names[4] = {"q", "k", "v", "d_o"};
@@ -17150,7 +17158,7 @@ static amp_result ampi_norm_kernel(ampi_call *c) {
 
 /* ---- Softmax */
 
-/* A contiguous tensor with n elements and, unless DEFAULT, this dtype. */
+/* Fails unless a tensor is contiguous, has n elements and, if dtype is not DEFAULT, has that dtype. */
 static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
     if (!ampi_is_contiguous(t)) return ampi_fail(AMP_ERR_SHAPE, f, ".%s must be contiguous", field);
@@ -17163,7 +17171,7 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-/* Contiguous tensors as [batch, heads, queries, keys]; missing leading dimensions are 1. */
+/* Takes contiguous tensors as [batch, heads, queries, keys].  Leading dimensions that are missing are 1. */
 static amp_result ampi_softmax_prepare(ampi_call *c) {
     const amp_softmax_op *op = (const amp_softmax_op *)c->op;
     amp_k_softmax *k = &c->k.softmax;
@@ -17283,7 +17291,7 @@ static amp_result ampi_swiglu_prepare(ampi_call *c) {
     ampi_reads(at, ".dy", &op->dy);
     ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
     ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
-    /* the same bias may take both sums */
+    /* One bias may receive both sums. */
     if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);
     return AMP_OK;
 }
@@ -17309,7 +17317,7 @@ static amp_result ampi_check_loss(const char *f, float factor, amp_reduction red
     return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)reduction);
 }
 
-/* All but the logits, whose size k has. */
+/* Sets all arguments but the logits.  Their size must be in k already. */
 static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_op *op, amp_k_cross_entropy *k) {
     ampi_places *at = &c->at;
     const char *f = c->f;
@@ -17389,20 +17397,21 @@ static amp_result ampi_mse_kernel(ampi_call *c) {
     return (c->amp->backend->mse)(c->amp->dev, &c->k.mse, c->amp->desc.stream);
 }
 
-/* ---- Linear and cross-entropy in one: for each chunk of rows its logits, their loss and gradient, and what the two
-   products of backward make of that.  All of it happens in the forward call, where the gradient's scale is known: a
-   backward of its own would take the product of the logits a second time. */
+/* ---- Linear and cross-entropy in one.  For each chunk of rows, the logits are computed, then their loss and gradient,
+   then the two products of the backward.  All of that is done in the forward call, where the scale of the gradient is
+   known.  A separate backward would have to compute the product for the logits a second time. */
 
 enum { AMPI_CHUNK_BYTES = 64 << 20, AMPI_CHUNK_UNIT = 64 };
 
-/* gemms: the logits, the gradient of the weight, that of x; of all rows until a chunk takes its own. */
+/* gemms: the products for the logits, the gradient of the weight, and that of x.  They are for all rows here;
+   ampi_chunk_gemms makes those of a chunk. */
 typedef struct ampi_chunks {
     amp_k_gemm gemms[3];
     ampi_input in[3][2];
     amp_k_cross_entropy loss;
     amp_k_column_sum dbias;
-    const void *held[2];            /* weights in use */
-    int64_t rows, most;             /* all, and of a chunk */
+    const void *held[2];            /* the weights in use, for ampi_cache_put */
+    int64_t rows, most;             /* of all, and the most of a chunk */
     char *memory;
     size_t bytes;
     void *sums[2];                  /* fp32 sums of weight and bias; NULL: none are needed */
@@ -17441,7 +17450,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     return ampi_cross_entropy_args(c, &loss, &k->loss);
 }
 
-/* Memory of one call. */
+/* Allocates memory for one call. */
 static amp_result ampi_scratch(amp_context *amp, void **ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) return amp_alloc(amp, ptr, (int64_t)bytes);
     return (amp->backend->scratch)(amp->dev, ptr, bytes);
@@ -17451,7 +17460,8 @@ static void ampi_scratch_release(amp_context *amp, void *ptr, size_t bytes) {
     else if (ptr != NULL) (amp->backend->scratch_release)(amp->dev, ptr, bytes);
 }
 
-/* Rows of a chunk: what was asked for, or chunks of about the same size, of at most AMPI_CHUNK_BYTES. */
+/* The rows of a chunk: as many as were asked for, or so many that the chunks have about the same size, of at most
+   AMPI_CHUNK_BYTES. */
 static int64_t ampi_chunk_rows(int64_t rows, int64_t wanted, int64_t row_bytes) {
     int64_t most = wanted ? wanted : AMPI_MAX(AMPI_CHUNK_BYTES / AMPI_MAX(row_bytes, 1), 1), unit = 1, chunks;
     if (wanted || most >= rows) return AMPI_MIN(most, rows);
@@ -17460,7 +17470,8 @@ static int64_t ampi_chunk_rows(int64_t rows, int64_t wanted, int64_t row_bytes) 
     return ((rows + chunks - 1) / chunks + unit - 1) / unit * unit;
 }
 
-/* Where a chunk's logits and their gradient are, the losses, and fp32 sums of gradients in 16 bits. */
+/* Allocates memory for a chunk's logits and their gradient, for the losses, and for fp32 sums of gradients that are in
+   16 bits. */
 static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted, int gradient) {
     amp_mat *logits = &s->loss.logits, *d = &s->loss.dlogits;
     amp_dtype compute = c->plan.compute;
@@ -17472,14 +17483,14 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
     logits->ld = (logits->cols + 15) / 16 * 16;
     if (gradient) {
         *d = *logits;
-        /* the products would round it to that anyway; the bias's sums would not */
+        /* The products would round it to that in any case.  The sums for the bias would not. */
         if (logits->dtype == AMP_F32 && (compute == AMP_F16 || compute == AMP_BF16) && !ampi_wants_grad(p[1]))
             d->dtype = compute;
         if (d->dtype != logits->dtype) d_size = (int64_t)amp_dtype_size(d->dtype);
     }
     AMPI_TRY(ampi_bytes(c->f, logits->ld, (size_t)(size + d_size), &all));
     s->most = ampi_chunk_rows(s->rows, wanted, (int64_t)all);
-    AMPI_TRY(ampi_bytes(c->f, s->most, all, &all));             /* so that the parts fit too */
+    AMPI_TRY(ampi_bytes(c->f, s->most, all, &all));             /* fails if the sizes below would overflow */
     bytes[0] = (size_t)(s->most * logits->ld * size);
     bytes[1] = (size_t)(s->most * logits->ld * d_size);
     if (s->loss.losses == NULL) AMPI_TRY(ampi_bytes(c->f, s->rows, sizeof(float), &bytes[2]));
@@ -17497,7 +17508,7 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
     return AMP_OK;
 }
 
-/* The products, as amp_linear and amp_linear_backward take them. */
+/* Sets up the products, as amp_linear and amp_linear_backward do. */
 static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char *layer, int gradient) {
     const ampi_linear_loss *k = &c->k.linear_cross_entropy;
     amp_linear_op op;
@@ -17531,7 +17542,8 @@ static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char 
     return AMP_OK;
 }
 
-/* Those of a chunk: rows from `first` on of x and dx; sums go on from the chunk before. */
+/* The products of a chunk, for the rows of x and dx from `first` on.  The gradient of the weight is added to that of
+   the chunks before. */
 static void ampi_chunk_gemms(const ampi_chunks *s, int64_t first, amp_k_gemm *g) {
     int64_t rows = AMPI_MIN(s->rows - first, s->most);
     memcpy(g, s->gemms, sizeof s->gemms);
@@ -17556,7 +17568,8 @@ static amp_result ampi_chunk_run(ampi_call *c, const ampi_chunks *s, int64_t fir
     return g[2].c != NULL ? ampi_product_run(amp, c->f, &g[2], s->in[2]) : AMP_OK;
 }
 
-/* The scratch memory of the products is that of the first chunk and of the last, which may be smaller. */
+/* Runs all chunks.  The scratch memory of the products is reserved for the first chunk and for the last, which may be
+   smaller. */
 static amp_result ampi_chunks_run(ampi_call *c, const ampi_chunks *s) {
     amp_k_gemm g[6];
     int64_t first = 0, last = s->most > 0 ? (s->rows - 1) / s->most * s->most : 0;
@@ -17578,7 +17591,7 @@ static amp_result ampi_chunks_run(ampi_call *c, const ampi_chunks *s) {
     return result;
 }
 
-/* The fp32 sums become the 16-bit gradient, or are added to it, with one rounding. */
+/* Makes the fp32 sums the 16-bit gradient, or adds them to it, with one rounding. */
 static amp_result ampi_chunks_fold(ampi_call *c, const ampi_chunks *s) {
     amp_k_add k;
     int i;
@@ -17731,7 +17744,7 @@ static amp_result ampi_rope_positions(const char *f, const amp_rope_op *op, amp_
     if (t->data == NULL) return AMP_OK;
     if (t->dtype != AMP_I32)
         return ampi_fail(AMP_ERR_DTYPE, f, ".positions is %s, must be i32", amp_dtype_name(t->dtype));
-    like.dtype = AMP_F32;           /* of the same size, and a storage dtype */
+    like.dtype = AMP_F32;           /* a storage dtype of the same size, for the check */
     AMPI_TRY(ampi_check_tensor(f, "positions", &like));
     if ((t->ndim != 1 && (t->ndim != 2 || t->shape[0] != k->batch)) || t->shape[t->ndim - 1] != k->positions)
         return ampi_fail(AMP_ERR_SHAPE, f, ".positions is %s, must be [%lld] or [%lld, %lld]",
@@ -17742,7 +17755,8 @@ static amp_result ampi_rope_positions(const char *f, const amp_rope_op *op, amp_
     return AMP_OK;
 }
 
-/* q or k, with as many heads as it has, and what is turned: itself, or in backward its gradient. */
+/* Takes q or k, which may have different numbers of heads.  What is rotated is q or k itself, or in backward its
+   gradient. */
 static amp_result ampi_rope_tensor(ampi_call *c, int which, const amp_tensor *t, const amp_tensor *gradient) {
     static const char *const fields[2][2] = {{".q", ".k"}, {".dq", ".dk"}};
     const amp_rope_op *op = (const amp_rope_op *)c->op;
@@ -17798,12 +17812,12 @@ static amp_result ampi_rope_kernel(ampi_call *c) {
     return (c->amp->backend->rope)(c->amp->dev, &c->k.rope, c->amp->desc.stream);
 }
 
-/* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
-   none); the bytes of its part of ampi_call.k; its traits; the operator's functions.  amp_gemm is no row: it has no op
-   struct, and as a drop-in for sgemm it must cost no more than one. */
+/* ---- Calls.  A row has the offsets in the op struct of the plan and of up to two parameters (0: none), the bytes of
+   the operator's part of ampi_call.k, its traits, and its functions.  Every op struct begins with .layer.  amp_gemm has
+   no row, because it has no op struct, and because as a drop-in for sgemm it must cost no more than that. */
 
 /* NAMED: the first parameter names a layer without a name.  REPORTS: `kernel` itself logs the decision, with its use of
-   the cast cache, and marks each gradient as soon as it is there. */
+   the cast cache, and marks each gradient as soon as it is complete. */
 enum { AMPI_NAMED = 1, AMPI_REPORTS = 2 };
 
 typedef struct ampi_operator {
@@ -17978,7 +17992,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 
 #endif /* AMP_NO_OPERATORS */
 
-/* Records <prefix>.random and <prefix>.rank. */
+/* Writes the records <prefix>.random and <prefix>.rank. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
     char key[AMPI_STATE_KEY];
@@ -18015,7 +18029,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
                          "%d with seed %llu: ranks with different seeds must save separate states", (long long)rank[0],
                          (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
                          (unsigned long long)amp->desc.seed);
-    /* the seed is built into graphs, the offset is not */
+    /* Captured graphs contain the seed, but not the offset. */
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
