@@ -14249,7 +14249,8 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
 /* Frees the least recently used mask that is not in use, and returns 1.  Returns 0 if there is none.  With OLDEST it
-   also returns 0 if `more` bytes fit under the limit. */
+   also returns 0 if `more` bytes fit under the limit.  Nothing is freed while there are captured graphs, because they
+   may use it. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -16000,7 +16001,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
 }
 
 /* ==== 9 >>operators: implementation ====
-   Each function checks its op struct, asks >>autocast for the plan, and calls the backend. */
+   Each function checks its op struct, gets the plan from >>autocast, and calls the backend. */
 
 /* Converts a tensor to a matrix of rows x last dimension.  Fails unless its leading dimensions are evenly strided. */
 static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
