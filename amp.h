@@ -6493,7 +6493,7 @@ typedef struct ampi_numbers_vec {
 
 /* ---- Dtypes, a row for each, in the order of their numbers */
 
-/* CASTABLE: regions cast it.  SAVED: states can hold it. */
+/* CASTABLE: regions cast operands of it.  SAVED: states can hold it. */
 enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };
 typedef struct ampi_dtype_traits {
     const char *name, *others[2];   /* amp_dtype_parse accepts all of them */
@@ -7779,7 +7779,7 @@ struct amp_state {
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
 #if AMPI_X86 && defined(__x86_64__)
-#if defined(__clang__) && __clang_major__ >= 14      /* zig's clang needs crc32 named; other compilers do not know it */
+#if defined(__clang__) && __clang_major__ >= 14      /* zig's clang needs crc32 named; gcc and older clangs lack it */
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2,crc32")))
 #else
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2")))
