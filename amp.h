@@ -5120,11 +5120,12 @@ extern "C" {
 #else
 #  define AMPI_THREAD_LOCAL __thread
 #endif
-/* What must be inlined, so that arguments which are constants make loops of their own. */
+/* For functions that must be inlined, so that each call with constant arguments gets a separate loop for them. */
 #if !defined(AMPI_ALWAYS)
 #  define AMPI_ALWAYS inline __attribute__((__always_inline__))
 #endif
-/* Functions that run at most once in many steps (creation, texts, saves, settings): compiled for size, in less time. */
+/* For functions that run at most once in many steps, such as those for creation, texts, saves and settings.  They are
+   compiled for size, which takes less time. */
 #if defined(__clang__)
 #  define AMPI_COLD __attribute__((__minsize__))
 #elif defined(__GNUC__)
@@ -5148,19 +5149,18 @@ extern "C" {
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define AMPI_TRY(call) do { amp_result ampi_r = (call); if (ampi_r != AMP_OK) return ampi_r; } while (0)
 
-/* A call of a function of the host's: where on the stack its caller is, what is called, of which object (or NULL), the
-   last serial before, how many regions were open then, and how many before the library opened one for it. */
+/* A call of one of the program's functions. */
 typedef struct ampi_callout {
-    uintptr_t at;
-    const char *what;
-    const void *of;
-    uint64_t since;
-    int regions, before;
+    uintptr_t at;                   /* where its caller is on the stack */
+    const char *what;               /* what is called, as error texts name it */
+    const void *of;                 /* the object whose callback it is, or NULL */
+    uint64_t since;                 /* the last serial when it began */
+    int regions, before;            /* how many regions were open then; and before the library opened one for it */
 } ampi_callout;
 enum { AMPI_CALLOUTS = 16 };
 
-/* What a thread has, beside its regions: the last error, how many regions are open, and the callbacks that it is in.
-   left not 0: an exception left a callback, and the regions from number left on have ended with it. */
+/* What a thread has, except for its regions: the last error, how many regions are open, and the callbacks that it is
+   in.  If left is not 0, an exception has left a callback, and the regions from number `left` on have ended with it. */
 static AMPI_THREAD_LOCAL struct {
     char error[512];
     int regions, left, n_out;
@@ -5189,7 +5189,7 @@ AMP_API const char *amp_result_hint(amp_result result) {
 AMP_API const char *amp_last_error(void) { return ampi_error_text; }
 AMP_API int amp_version(void) { return AMP_VERSION; }
 
-/* Text built piece by piece and cut off like snprintf's; `used` is its full length. */
+/* Text that is built piece by piece and cut off as by snprintf.  in_use is its full length, without the cut. */
 typedef struct ampi_sheet { char *text; size_t size, in_use; int first; } ampi_sheet;
 
 static ampi_sheet ampi_sheet_of(char *text, size_t size) {
@@ -5214,7 +5214,8 @@ static AMPI_PRINTF(2, 3) void ampi_print(ampi_sheet *s, const char *format, ...)
     va_end(args);
 }
 
-/* Bytes of the UTF-8 character at p; 0: none (RFC 3629: no surrogates, no overlong forms). */
+/* The length in bytes of the UTF-8 character at p.  0 means that there is none.  By RFC 3629, surrogates and overlong
+   forms are none. */
 static int ampi_utf8(const unsigned char *p) {
     int n = p[0] < 0x80                   ? 1
             : p[0] >= 0xc2 && p[0] < 0xe0 ? 2
@@ -5227,13 +5228,14 @@ static int ampi_utf8(const unsigned char *p) {
     return (p[0] == 0xf0 && p[1] < 0x90) || (p[0] == 0xf4 && p[1] > 0x8f) ? 0 : n;
 }
 
-/* A control character, in ASCII or of the second kind (U+0080 to U+009F), can end a line or command a terminal. */
+/* Whether the character at p is a control character, in ASCII or from U+0080 to U+009F.  Such a character can end a
+   line or control a terminal. */
 static int ampi_is_control(const unsigned char *p) {
     return p[0] < 0x20 || p[0] == 0x7f || (p[0] == 0xc2 && p[1] < 0xa0);
 }
 
-/* Makes a text one plain line: control characters, and bytes that are not UTF-8, become question marks.  Paths and
-   names come from outside, and may hold anything. */
+/* Makes a text one plain line.  Control characters, and bytes that are not UTF-8, become question marks.  Paths and
+   names come from outside, and may contain any bytes. */
 static char *ampi_one_line(char *text) {
     unsigned char *p = (unsigned char *)text;
     int n;
@@ -5243,14 +5245,14 @@ static char *ampi_one_line(char *text) {
     }
     return text;
 }
-/* The same of a copy; NULL stays NULL. */
+/* Does the same to a copy of a name.  NULL stays NULL. */
 static const char *ampi_plain(const char *name, char *to, size_t size) {
     if (name == NULL) return NULL;
     snprintf(to, size, "%s", name);
     return ampi_one_line(to);
 }
 
-/* Whether a text says itself what to do: then its result's hint does not follow it. */
+/* Whether a text says what to do.  If it does, the hint of its result is not added. */
 static int ampi_says_what_to_do(const char *format) {
     static const char *const imperatives[] = {"must ", "call ", "set ", "use ", "pass ", "give ", "create ", "load "};
     const char *at;
@@ -5277,7 +5279,7 @@ static AMPI_PRINTF(3, 4) amp_result ampi_fail(amp_result result, const char *fun
     return result;
 }
 
-/* What to pass as a parameter, or to set a field to, that must not be NULL. */
+/* What to pass for a parameter, or set a field to, that must not be NULL. */
 static const char *const ampi_wanted[][2] = {
     {"amp", "the context that amp_open made"}, {"out", "the address of the variable that takes the result"},
     {"adapt", "what amp_adapt_create made"}, {"set", "what amp_grad_set_create made"},
@@ -5311,7 +5313,7 @@ static amp_result ampi_null(const char *function, const char *name) {
     if (name[0] == '.') return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: set it to %s", name, what);
     return ampi_fail(AMP_ERR_NULL, function, "%s is NULL: pass %s", name, what);
 }
-/* Refuses the first of these pointers that is NULL, by its parameter's or field's name. */
+/* Fail if one of the pointers is NULL, with the name of its parameter or field in the text. */
 static amp_result ampi_need(const char *function, const void *pointer, const char *name) {
     return pointer != NULL ? AMP_OK : ampi_null(function, name);
 }
@@ -5324,7 +5326,8 @@ static amp_result ampi_need3(const char *function, const void *a, const char *a_
     return a == NULL ? ampi_null(function, a_name) : ampi_need2(function, b, b_name, c, c_name);
 }
 
-/* A number unique in this process: each implementation (several with AMP_STATIC) counts from its own start. */
+/* A number that is unique in this process.  With AMP_STATIC there can be several implementations in it, so each counts
+   from a different start. */
 static uint64_t ampi_serial_next(uint64_t more) {
     static uint64_t count;
     uint64_t start = (uint64_t)(uintptr_t)&count * 0x9e3779b97f4a7c15u;
@@ -5334,14 +5337,14 @@ static uint64_t ampi_serial_next(uint64_t more) {
 }
 static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
 
-/* ---- Callbacks.  All functions of the host's are called between ampi_callout_begin and _end.  THE RULE: what was
-   there when a callback began may be in use by its caller, so the callback cannot destroy it; what is younger it can.
-   A callback that was left by an exception or by longjmp is one whose caller is no longer on the stack, which grows
-   downwards: such are forgotten. */
+/* ---- Callbacks.  All functions of the program are called between ampi_callout_begin and _end.  The caller of a
+   callback may be using the objects that existed when it began, so the callback cannot destroy these.  It can destroy
+   objects that were made later.  If an exception or longjmp left a callback, its caller is no longer on the stack.
+   Because stacks grow downwards, ampi_callout_now can detect that, and forgets such callbacks. */
 
 /* Where the calling function is on the stack. */
 #define AMPI_STACK ((uintptr_t)__builtin_frame_address(0))
-/* Calls the host. */
+/* Calls a function of the program. */
 #define AMPI_CALLOUT(what, statement) \
     do { \
         int ampi_depth = ampi_callout_begin(what, AMPI_STACK); \
@@ -5349,13 +5352,14 @@ static uint64_t ampi_serial(void) { return ampi_serial_next(1); }
         ampi_callout_end(ampi_depth); \
     } while (0)
 
-/* The innermost callback that a function at `here` is called from, or NULL. */
+/* The innermost callback from which a function at `here` on the stack is called, or NULL. */
 static const ampi_callout *ampi_callout_now(uintptr_t here) {
     while (ampi_thread.n_out > 0 && ampi_thread.out[ampi_thread.n_out - 1].at <= here)
         ampi_thread.left = ampi_thread.out[--ampi_thread.n_out].before + 1;
     return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
 }
-/* Returns what ampi_callout_end needs.  Deeper ones than the array holds count as the last of it. */
+/* Returns the depth, which ampi_callout_end needs.  Callbacks that are nested deeper than the array is long are not
+   recorded, and count as part of its last. */
 static int ampi_callout_begin(const char *what, uintptr_t here) {
     int depth;
     ampi_callout *c;
@@ -5370,11 +5374,11 @@ static int ampi_callout_begin(const char *what, uintptr_t here) {
     c->regions = c->before = ampi_thread.regions;
     return depth;
 }
-/* Only so many of the regions that are open are the host's. */
+/* Notes that only the first `before` of the open regions are the program's. */
 static void ampi_callout_regions(int depth, int before) {
     if (depth < ampi_thread.n_out) ampi_thread.out[depth].before = before;
 }
-/* It is a callback of this object. */
+/* Notes that the callback belongs to this object. */
 static void ampi_callout_of(int depth, const void *object) {
     if (depth < ampi_thread.n_out) ampi_thread.out[depth].of = object;
 }
@@ -5387,7 +5391,8 @@ static int ampi_is_within(const void *object, uintptr_t here) {
 }
 static void ampi_callout_end(int depth) { ampi_thread.n_out = AMPI_MIN(ampi_thread.n_out, depth); }
 
-/* Before something is destroyed: refuses, if a callback that began after it was made is calling.  kind: what it is. */
+/* Called before an object is destroyed.  Fails in a callback that began after the object was made.  kind: what the
+   object is, for the text. */
 static amp_result ampi_check_unused(const char *function, const char *kind, uint64_t made, uintptr_t here) {
     const ampi_callout *c = ampi_callout_now(here);
     if (c == NULL || made > c->since) return AMP_OK;
@@ -5403,7 +5408,7 @@ static amp_result ampi_as(const char *function, amp_result result) {
     if (result == AMP_OK) return result;
     colon = strstr(ampi_error_text, ": ");
     snprintf(number, sizeof number, "AMP%04d ", (int)result);
-    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* of an older failure */
+    if (colon == NULL || strncmp(ampi_error_text, number, strlen(number)) != 0)     /* that of an older failure */
         return ampi_fail(result, function, "%s; no reason was given", amp_result_text(result));
     snprintf(detail, sizeof detail, "%s", colon);
     snprintf(ampi_error_text, sizeof ampi_error_text, "%s%s%.440s", number, function, detail);
@@ -5411,8 +5416,8 @@ static amp_result ampi_as(const char *function, amp_result result) {
     return result;
 }
 
-/* Every file must have been compiled against this amp.h.  Calls that take a struct before amp_open pass
-   AMPI_HEADERS. */
+/* Fails unless every file was compiled against this amp.h.  Functions that take a struct and can be called before
+   amp_open check AMPI_HEADERS. */
 static amp_result ampi_check_headers(const char *function, const amp_header *headers, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -5430,7 +5435,7 @@ static amp_result ampi_check_headers(const char *function, const amp_header *hea
     }
     return AMP_OK;
 }
-/* Anything but 0 means that the struct was not zeroed before it was filled. */
+/* Fails if a reserved field is not 0, which shows that the struct was not zeroed before it was filled. */
 static amp_result ampi_check_reserved(const char *function, int32_t reserved) {
     if (reserved == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, ".reserved = %d, must be 0: set the struct to 0 before filling it",
@@ -5452,9 +5457,10 @@ static int ampi_is_apart(const void *a, size_t a_bytes, const void *b, size_t b_
     return a_bytes == 0 || b_bytes == 0 || (x < y ? y - x >= a_bytes : x - y >= b_bytes);
 }
 
-/* ---- The floating-point environment.  All arithmetic runs between these two calls, in C's default environment: no
-   traps, round to nearest, subnormals kept.  The host's own code, callbacks included, runs in the host's.  Raised flags
-   stay raised.  Results must be in memory before the second call: compilers move registers past it. */
+/* ---- The floating-point environment.  All arithmetic runs between ampi_fp_begin and _end, in C's default environment:
+   no traps, round to nearest, subnormals kept.  The program's code, including its callbacks, runs in the program's
+   environment, which ampi_fp_begin returns.  Flags that were raised stay raised.  Results must be in memory before
+   ampi_fp_end, because compilers move operations on registers past it. */
 #if AMPI_X86 && defined(__SSE2_MATH__)
 typedef uint32_t ampi_fp;
 enum { AMPI_FP_FLAGS = 0x3f, AMPI_FP_DEFAULT = 0x1f80 };
@@ -5502,7 +5508,7 @@ static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
 
 static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
-/* Whether PATH of PATH.tmpX is a regular file. */
+/* Whether a path has the form PATH.tmpX, and PATH is a regular file. */
 static int ampi_posix_replaces(const char *path, struct stat *old) {
     char target[PATH_MAX];
     const char *at = path, *end = NULL;
@@ -5513,7 +5519,8 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Keeps the old file's owner and permissions.  A new group gets the permissions of others. */
+/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets the
+   permissions that others have as well. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -5521,7 +5528,8 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
     (void)fchmod(fd, mode);
 }
 
-/* Waits for another process to give back a file's lease, but not for a pipe's writer or a device's carrier. */
+/* Opens a file.  Waits until another process gives back its lease on the file, but not for the writer of a pipe or the
+   carrier of a device. */
 static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     struct stat info;
     int fd = open(path, flags | O_NONBLOCK, mode);
@@ -5529,7 +5537,8 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
     return fd;
 }
 
-/* Descriptors 0 to 2 stay closed if the program started without them, or its output would land in the file. */
+/* The file does not get the descriptors 0 to 2, even if the program started without them.  Otherwise what the program
+   prints would be written into the file. */
 static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
@@ -5549,7 +5558,7 @@ static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writi
     return 0;
 }
 
-/* For files without offsets.  Waits for a pipe's first writer. */
+/* Reads from a file that has no offsets.  Waits for the first writer of a pipe. */
 static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
     struct pollfd ready;
     ssize_t n;
@@ -5567,7 +5576,8 @@ static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t b
     return n < 0 ? -errno : n;
 }
 
-/* Beyond the limit on file sizes the kernel sends this thread SIGXFSZ, which kills: it is blocked and consumed. */
+/* A write beyond the limit on file sizes makes the kernel send SIGXFSZ to this thread, which ends the process by
+   default.  The signal is blocked, and is consumed if it was not pending before. */
 static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
@@ -5621,7 +5631,8 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
 
 typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
 
-/* The thread and its joiner or detacher share its record; the later one frees it. */
+/* The record of a thread has two holders, the thread and the caller that joins or detaches it.  The last to release it
+   frees it. */
 static void ampi_posix_thread_release(void *thread) {
     ampi_posix_thread *t = (ampi_posix_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
@@ -5629,7 +5640,7 @@ static void ampi_posix_thread_release(void *thread) {
 
 static void *ampi_posix_thread_main(void *arg) {
     ampi_posix_thread *t = (ampi_posix_thread *)arg;
-    pthread_cleanup_push(ampi_posix_thread_release, t);         /* even if `run` ends the thread */
+    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also if `run` ends the thread */
     (t->run)(t->arg);
     pthread_cleanup_pop(1);
     return NULL;
@@ -5672,7 +5683,7 @@ static int64_t ampi_posix_clock(void *user) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* A lock, and a condition that is waited for until a time. */
+/* Creates a lock, and a condition for ampi_wait_until. */
 static int ampi_timed_lock_init(pthread_mutex_t *lock, pthread_cond_t *met) {
     pthread_condattr_t monotonic;
     int error = pthread_condattr_init(&monotonic);
@@ -5687,7 +5698,7 @@ static void ampi_timed_lock_destroy(pthread_mutex_t *lock, pthread_cond_t *met) 
     pthread_cond_destroy(met);
     pthread_mutex_destroy(lock);
 }
-/* Waits for a signal until `deadline` (ns of ampi_posix_clock); 0: the time is up. */
+/* Waits for the condition until `deadline`, in nanoseconds of ampi_posix_clock.  Returns 0 if that time has come. */
 static int ampi_wait_until(pthread_cond_t *met, pthread_mutex_t *lock, int64_t deadline) {
     struct timespec until;
     until.tv_sec = (time_t)(deadline / 1000000000);
@@ -5707,7 +5718,7 @@ AMP_API void amp_system_default(amp_system *out) {
     out->clock_ns = ampi_posix_clock;
 }
 
-/* The caller's table with NULL members filled in; system may be NULL. */
+/* The caller's table, with the defaults for members that are NULL.  system may be NULL. */
 static amp_system ampi_system(const amp_system *system) {
     amp_system s;
     amp_system_default(&s);
@@ -5731,7 +5742,7 @@ static amp_system ampi_system(const amp_system *system) {
     return s;
 }
 
-/* Calls of the table. */
+/* Call the functions of the table. */
 static void *ampi_memory_take(const amp_system *s, size_t bytes, size_t align) {
     void *memory;
     AMPI_CALLOUT("the allocator", memory = (s->alloc)(s->user, bytes, align));
@@ -5757,7 +5768,7 @@ static void ampi_thread_detach(const amp_system *s, void *thread) {
     AMPI_CALLOUT("thread_detach", (s->thread_detach)(s->user, thread));
 }
 
-/* Zeroed host memory. */
+/* Allocates CPU memory, filled with 0. */
 static amp_result ampi_alloc(const amp_system *s, const char *function, void **out, int64_t count, size_t size) {
     size_t bytes = 0;
     *out = NULL;
@@ -5772,48 +5783,49 @@ static void ampi_free(const amp_system *s, void *ptr, int64_t count, size_t size
     if (ptr != NULL) ampi_memory_give(s, ptr, count > 0 ? (size_t)count * size : 1);
 }
 
-/* ---- The thread pool.  A job is a function that several threads run at once, each with its own number, to share
-   some work.  The caller is number 0.  When it returns from the function all work has been taken: it waits only for
-   workers still at theirs, never for one that has not begun.  Workers start with the first job; after each they spin
-   for a while, then sleep. */
+/* ---- The thread pool.  A job is a function that several threads run at once to share some work.  Each has a different
+   number, and the caller is number 0.  When the caller returns from the function, all work has been taken.  It then
+   waits only for the workers that are still running the function.  Workers that have not begun are kept out.  The
+   workers are started with the first job.  After each job they spin for a while, then sleep. */
 
 enum { AMPI_SPIN_NS = 50000,        /* how long a thread spins before it sleeps ... */
-       AMPI_SPIN_TRIES = 256 };     /* ... and how often it looks between two yields */
+       AMPI_SPIN_TRIES = 256 };     /* ... and how often it tests between two yields */
 
 typedef struct ampi_pool_job {      /* on its caller's stack; in the list until the caller returns from run */
     void (*run)(void *arg, int32_t i);
     void *arg;
-    int32_t n, taken;               /* numbers */
+    int32_t n, taken;               /* how many numbers there are, and how many of them threads have taken */
     int32_t active;                 /* atomic: workers in run */
     struct ampi_pool_job *next;
 } ampi_pool_job;
 
 typedef struct ampi_threads {
     amp_system system;
-    int32_t limit, cores;           /* most workers; most threads in jobs, over all pools */
-    int32_t pinned, arrived;        /* 1: each worker stays on one core; workers that have begun (atomic) */
-    int32_t holders;                /* atomic: contexts that use it */
+    int32_t limit, cores;           /* the most workers; the most threads in jobs, over all pools */
+    int32_t pinned, arrived;        /* 1: each worker stays on one core; atomic: workers that have begun */
+    int32_t holders;                /* atomic: contexts that use the pool */
     int32_t closing, posts;         /* atomic; posts changes with each job */
-    int32_t waiting;                /* atomic: callers waiting for `finished` */
-    /* atomic: ampi_forks of the process the workers live in; 0: not started; -1: being started */
+    int32_t waiting;                /* atomic: callers that wait for `finished` */
+    /* atomic: ampi_forks of the process that the workers are in; 0: they were not started; -1: a thread is starting
+       them */
     int32_t owner;
     pthread_mutex_t lock;           /* guards what follows */
     pthread_cond_t posted, finished;
     ampi_pool_job *jobs;
-    int32_t started, asleep;
-    int32_t missing;                /* atomic: workers that did not start, until reported */
+    int32_t started, asleep;        /* workers */
+    int32_t missing;                /* atomic: workers that did not start, until that is reported */
     void **workers;
 } ampi_threads;
 
-/* Threads in jobs, over all pools: contexts that work at the same time share the cores. */
+/* How many threads are in jobs, over all pools, because contexts that work at the same time share the cores. */
 static int32_t ampi_threads_running;
 
-/* 0 before the first pool opens, then 1, and 1 more in each child of fork(); getpid() would cost each job a system
-   call. */
+/* Identifies the process: 0 before the first pool opens, then 1, and 1 more in each child of fork().  getpid() would be
+   a system call in every job. */
 static int32_t ampi_forks;
 static void ampi_count_fork(void) { ampi_forks++; ampi_threads_running = 0; }
 
-/* Spins for a while as long as (*value == old) is `equal`.  1: it no longer is. */
+/* Spins for a while, as long as (*value == old) is `equal`.  Returns 1 as soon as it no longer is, else 0. */
 static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     int64_t now, end = 0;
     int i;
@@ -5831,7 +5843,7 @@ static int ampi_spin(const int32_t *value, int32_t old, int equal) {
     return 0;
 }
 
-/* For a lock held for a few instructions: sleeping would take longer. */
+/* Takes a lock that others hold for a few instructions only.  Spins first, because sleeping would take longer. */
 static void ampi_spin_lock(pthread_mutex_t *lock) {
     int i;
     for (i = 0; i < AMPI_SPIN_TRIES; i++) {
@@ -5843,14 +5855,15 @@ static void ampi_spin_lock(pthread_mutex_t *lock) {
     pthread_mutex_lock(lock);
 }
 
-/* A job that can take another thread.  Called with the lock held. */
+/* A job that another thread can join, or NULL.  Called with the lock held. */
 static ampi_pool_job *ampi_job_open(const ampi_threads *t) {
     ampi_pool_job *job = t->jobs;
     while (job != NULL && job->taken == job->n) job = job->next;
     return job == NULL || __atomic_load_n(&ampi_threads_running, __ATOMIC_RELAXED) >= t->cores ? NULL : job;
 }
 
-/* A worker's part in a job; the job may be gone when it returns.  Called, and returns, with the lock held. */
+/* Does a worker's part in a job.  The job may no longer exist when this returns.  The lock is held at the call and at
+   the return. */
 static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     int32_t number = job->taken++, left;
     __atomic_add_fetch(&job->active, 1, __ATOMIC_RELAXED);
@@ -5863,9 +5876,10 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) pthread_cond_broadcast(&t->finished);
 }
 
-enum { AMPI_CORE_WORDS = 128 };     /* of 64 cores each */
+enum { AMPI_CORE_WORDS = 128 };     /* words with a bit for each of 64 cores */
 
-/* How many cores this thread may run on (its affinity, a container's cpuset), and that set; 0: unknown. */
+/* How many cores this thread may run on, by its affinity and a container's cpuset.  0: unknown.  set, if not NULL,
+   receives these cores. */
 static int32_t ampi_cores(uint64_t *set) {
     int32_t cores = 0;
 #if defined(__linux__)
@@ -5882,7 +5896,7 @@ static int32_t ampi_cores(uint64_t *set) {
     return cores;
 }
 
-/* Binds this thread to core `number`, modulo those it may run on. */
+/* Binds this thread to the core with this number among those that it may run on, modulo their count. */
 static void ampi_pin(int32_t number) {
 #if defined(__linux__)
     uint64_t words[AMPI_CORE_WORDS], one[AMPI_CORE_WORDS];
@@ -5903,7 +5917,7 @@ static void ampi_threads_main(void *arg) {
     ampi_pool_job *job;
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the host's own threads handle its signals */
+    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
     if (t->pinned) ampi_pin(number);
     ampi_spin_lock(&t->lock);
     while (!t->closing) {
@@ -5919,8 +5933,8 @@ static void ampi_threads_main(void *arg) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Starts the workers with the first job of each process: a child of fork() has none of its parent's.
-   0: there are none, or another thread is starting them. */
+/* Starts the workers, if this is the first job of the process.  A child of fork() has none of its parent's workers.
+   Returns 0 if there are no workers, or if another thread is starting them. */
 static int ampi_threads_ready(ampi_threads *t) {
     int32_t self = __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED), owner = __atomic_load_n(&t->owner, __ATOMIC_ACQUIRE);
     if (owner == self) return t->started > 0;
@@ -5949,7 +5963,7 @@ static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
     while (wake-- > 0) pthread_cond_signal(&t->posted);
 }
 
-/* Lets no more workers in and waits for those inside. */
+/* Keeps more workers from joining the job, and waits for those that are in it. */
 static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     ampi_pool_job **at = &t->jobs;
     ampi_spin_lock(&t->lock);
@@ -5964,7 +5978,7 @@ static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     pthread_mutex_unlock(&t->lock);
 }
 
-/* Calls run(arg, 0); workers that come before it returns call run(arg, i), each with another i below n. */
+/* Calls run(arg, 0).  Workers that join before it returns call run(arg, i), each with a different i below n. */
 static void ampi_threads_run(ampi_threads *t, int32_t n, void (*run)(void *arg, int32_t i), void *arg) {
     int ready = n > 1 && ampi_threads_ready(t);
     int alone = __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED) >= t->cores || !ready;
@@ -6002,7 +6016,8 @@ static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system
     return ampi_alloc(system, "amp_open", (void **)&t->workers, t->limit, sizeof *t->workers);
 }
 
-/* The last holder ends the workers; a child of fork() has none.  NULL is allowed. */
+/* Gives up one hold on the pool.  The last one ends the workers, which a child of fork() does not have.  t may be
+   NULL. */
 static void ampi_threads_close(ampi_threads *t) {
     amp_system system;
     int32_t i;
@@ -6023,7 +6038,7 @@ static void ampi_threads_close(ampi_threads *t) {
     ampi_free(&system, t, 1, sizeof *t);
 }
 
-/* Repeats short and interrupted transfers.  Returns bytes moved or -errno. */
+/* Repeat transfers that are short or interrupted.  Return the number of bytes, or -errno. */
 static int64_t ampi_read_fully(const amp_system *s, intptr_t file, void *buffer, int64_t bytes, int64_t offset) {
     int64_t done = 0;
     while (done < bytes) {
@@ -6052,7 +6067,8 @@ static int64_t ampi_write_fully(const amp_system *s, intptr_t file, const void *
     return done;
 }
 
-/* When a signal interrupts them, open and sync are called again.  close is not: the descriptor is gone anyway. */
+/* If a signal interrupts open or sync, they are called again.  close is not, because the descriptor is closed in any
+   case. */
 static int ampi_file_open(const amp_system *s, const char *path, int for_writing, intptr_t *file) {
     int error;
     do AMPI_CALLOUT("file_open", error = (s->file_open)(s->user, path, for_writing, file));
@@ -6092,7 +6108,7 @@ static uint64_t ampi_posix_random(void) {
     return bits ^ mixed;
 }
 
-/* Opens PATH.tmpPID@HOST-RANDOM, a new file. */
+/* Creates and opens PATH.tmpPID@HOST-RANDOM. */
 static amp_result ampi_temporary_open(const amp_system *s, const char *path, char *name, size_t size, intptr_t *file) {
     char host[32] = "";
     int error, tries = 0;
@@ -6130,7 +6146,7 @@ AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *p
     return ampi_fail(AMP_ERR_WRITE, "amp_file_write_atomic", "%s: %s", path, ampi_file_text(-error));
 }
 
-/* realloc; 0: no memory, nothing changed. */
+/* Like realloc.  Returns 0 if there is no memory; the buffer is then unchanged. */
 static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, int64_t wanted) {
     char *moved = (char *)ampi_memory_take(s, (size_t)wanted, 64);
     if (moved == NULL) return 0;
@@ -6145,7 +6161,7 @@ static int ampi_resize(const amp_system *s, char **buffer, int64_t *capacity, in
 
 enum { AMPI_LONGEST_STREAM = 1 << 28 };
 
-/* Reads to the end; `size`, as reported, may be outdated, or 0 if unknown. */
+/* Reads a file to its end.  size is what was reported.  It may be outdated, or 0 or negative if it is not known. */
 static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const char *path, int64_t size, char **buffer,
                                    int64_t *capacity) {
     int64_t in_use = 0, n, wanted = size > 0 ? size + 1 : 4096;
@@ -6197,7 +6213,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     if (data != NULL) ampi_memory_give(&s, data, bytes + 1);
 }
 
-/* Element i of an unaligned array. */
+/* Read and write element i of an array that may not be aligned. */
 static inline uint16_t ampi_get16(const void *p, int64_t i) {
     uint16_t x;
     memcpy(&x, (const char *)p + 2 * i, 2);
@@ -6226,7 +6242,7 @@ static uint64_t ampi_xgetbv(void) {
     return (uint64_t)high << 32 | low;
 }
 
-/* A process must ask Linux for the tile registers: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
+/* A process must ask Linux for the tile registers, by arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
 static int ampi_ask_for_tiles(void) {
 #if AMPI_GEMM_AMX
     long result;
@@ -6246,8 +6262,8 @@ static void ampi_cpu_signature(amp_cpu_info *cpu, uint32_t eax) {
     if (cpu->family == 15) cpu->family += (int32_t)(eax >> 20 & 255);
 }
 
-/* An instruction set counts only if the operating system saves its registers (XCR0: 0x06 ymm, 0xe6 zmm,
-   0x60000 tiles). */
+/* Finds the instruction sets.  One counts only if the operating system saves its registers, which XCR0 shows: 0x06 for
+   ymm, 0xe6 for zmm, 0x60000 for tiles. */
 static void ampi_probe_x86(amp_cpu_info *cpu) {
     uint32_t a, b, c, d, brand[12];
     uint64_t saved;
@@ -6287,12 +6303,12 @@ static int64_t ampi_sysconf(int name) {
     return value > 0 ? (int64_t)value : 0;
 }
 
-/* Whole pages in a piece of memory go back to the system, which fills them with 0 when they are touched again.  What it
-   will not take (locked or huge pages) stays. */
+/* Gives the whole pages in a piece of memory back to the system, which fills them with 0 when they are used again.
+   Locked and huge pages, which it does not take back, stay as they are. */
 #if defined(SYS_madvise)
 #  define AMPI_DISCARDS 1
 static void ampi_discard(void *memory, size_t bytes) {
-    enum { DONTNEED = 4 };          /* MADV_DONTNEED, which sys/mman.h has only where more than POSIX is asked for */
+    enum { DONTNEED = 4 };          /* MADV_DONTNEED, which sys/mman.h does not define if only POSIX is asked for */
     const size_t page = (size_t)AMPI_MAX(ampi_sysconf(_SC_PAGESIZE), (int64_t)4096);
     const size_t skip = (page - (uintptr_t)memory % page) % page;
     int saved = errno;
@@ -6313,7 +6329,7 @@ static int64_t ampi_probe_memory(void) {
 #endif
 }
 
-/* The beginning of a small file; "" if there is none.  path, ...: as for printf. */
+/* Reads the beginning of a small file.  The text is "" if there is no such file.  path and ... are as for printf. */
 static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
     char name[1024];
     ampi_sheet sheet = ampi_sheet_of(name, sizeof name);
@@ -6328,7 +6344,7 @@ static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const cha
     text[n > 0 ? n : 0] = 0;
 }
 
-/* Sets the data caches that Linux lists. */
+/* Sets the sizes of the data caches that Linux lists. */
 static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
     char line[32], *end;
@@ -6345,15 +6361,16 @@ static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
     }
 }
 
-/* The cores that "quota period" grants, rounded up; 0: "max", -1 or another text. */
+/* The number of cores that a text "quota period" grants, rounded up.  0 for "max", -1 and other texts. */
 static int32_t ampi_quota(const char *text) {
     char *end;
     long long quota = strtoll(text, &end, 10), period = strtoll(end, NULL, 10);
     return quota > 0 && period > 0 ? (int32_t)AMPI_MIN((quota - 1) / period + 1, (long long)INT32_MAX) : 0;
 }
 
-/* The smallest CPU quota of this process's cgroups and their parents, in cores; 0: none.  list: /proc/self/cgroup, with
-   lines "number:controllers:path" (version 2: no controllers); root: where cgroups are mounted. */
+/* The smallest CPU quota of this process's cgroups and their parents, in cores.  0: there is none.  list is
+   /proc/self/cgroup, with lines "number:controllers:path", where version 2 has no controllers.  root is where cgroups
+   are mounted. */
 static AMPI_COLD int32_t ampi_quota_cores(const char *list, const char *root) {
     char text[4096], quota[64], *line, *names, *path, *rest = NULL;
     int32_t least = 0, cores;
@@ -6402,11 +6419,11 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
     cpu->l3 = ampi_sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    /* the C library's figures are 0 or wrong on some machines */
+    /* The figures of the C library are 0 or wrong on some machines. */
     ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");
 }
 
-/* Probed once.  Threads that race store the same value. */
+/* The CPU is probed once.  Threads that do so at the same time store the same value. */
 static amp_cpu_path ampi_cpu_best_path(void) {
     static int cached;
     int path = __atomic_load_n(&cached, __ATOMIC_RELAXED);
@@ -6419,11 +6436,12 @@ static amp_cpu_path ampi_cpu_best_path(void) {
     return (amp_cpu_path)path;
 }
 
-/* ---- Vector kernels.  They stand at the end of this file, which sections 2 and 6 include with their number in
-   AMPI_KERNELS, once per instruction set.  AMPI_V(name) is name_scalar, name_avx2 or name_avx512; a vector holds AMPI_W
-   floats.  The loops that call them, and everything with threads, are ordinary code. */
+/* ---- Vector kernels.  They are at the end of this file, which sections 2 and 6 include with their number in
+   AMPI_KERNELS.  There it includes itself once for each instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
+   name_avx512, and a vector has AMPI_W floats.  The loops that call the kernels, and everything with threads, are
+   ordinary code. */
 
-#if defined(__NVCC__)               /* does not know the pragma */
+#if defined(__NVCC__)               /* nvcc does not know the pragma */
 #  define AMPI_UNROLL
 #else
 #  define AMPI_UNROLL _Pragma("GCC unroll 8")
@@ -6445,7 +6463,7 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 
 /* ==== 2 >>numbers: implementation ==== */
 
-/* ---- Vector kernels.  Pointers need no alignment; dst may be src if the sizes agree. */
+/* ---- Vector kernels.  Pointers need no alignment.  dst may be src if elements of both have the same size. */
 typedef struct ampi_numbers_vec {
     void (*f32_from_f16)(void *dst, const void *src, int64_t n);
     void (*f16_from_f32)(void *dst, const void *src, int64_t n);
@@ -6459,16 +6477,17 @@ typedef struct ampi_numbers_vec {
     /* Rounds to odd (Boldo and Melquiond 2008): toward zero, and sets the last bit if inexact.  Rounding the result to
        nearest in a narrower format then gives the bits of a single rounding. */
     void (*f32_odd_from_f64)(void *dst, const void *src, int64_t n);
-    /* Between fp64 and 16 or 8 bits without fp32 in memory: converts whole vectors, returns the number of elements. */
+    /* Convert between fp64 and 16 or 8 bits, without fp32 in memory.  They convert whole vectors only, and return the
+       number of elements. */
     int64_t (*from_f64)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     int64_t (*f64_from_fp8)(void *dst, const void *src, int64_t n, amp_dtype dtype);
     /* Rounds to fp16, bf16 or tf32, stored as fp32. */
     void (*round)(void *dst, const void *src, int64_t n, amp_dtype dtype);
-    /* Magnitudes above `limit`, a finite fp32 pattern, become limit; NaN stays. */
+    /* Magnitudes above `limit`, a finite fp32 pattern, become limit.  NaN stays NaN. */
     void (*clamp)(void *dst, const void *src, int64_t n, uint32_t limit);
     /* random[i] << shift is the random word of element i, as in amp_bf16_stochastic. */
     void (*bf16_stochastic)(void *dst, const void *src, int64_t n, const uint32_t *random, int shift);
-    /* amp_bf16_split and amp_f32_join */
+    /* Like amp_bf16_split and amp_f32_join, for n numbers. */
     void (*bf16_split)(void *bf16, void *rest, const void *src, int64_t n);
     void (*f32_join)(void *dst, const void *bf16, const void *rest, int64_t n);
     /* How many 16-bit or 32-bit elements have every bit of `mask`. */
@@ -6482,14 +6501,14 @@ typedef struct ampi_numbers_vec {
 #include "amp.h"
 #undef AMPI_KERNELS
 
-/* ---- Dtypes, one row each, in the order of their numbers */
+/* ---- Dtypes, a row for each, in the order of their numbers */
 
-/* CASTABLE: by a region; SAVED: in states */
+/* CASTABLE: regions cast operands of it.  SAVED: states can hold it. */
 enum { AMPI_IS_STORAGE = 1, AMPI_IS_COMPUTE = 2, AMPI_IS_CASTABLE = 4, AMPI_IS_SAVED = 8 };
 typedef struct ampi_dtype_traits {
-    const char *name, *others[2];   /* amp_dtype_parse takes them all */
+    const char *name, *others[2];   /* amp_dtype_parse accepts all of them */
     int8_t bytes, exponent, mantissa, use;      /* exponent and mantissa: bits, 0 for integers */
-    uint32_t largest;               /* finite number, as fp32 bits; fp64's is larger */
+    uint32_t largest;               /* the largest finite number, as fp32 bits; that of fp64 is larger */
 } ampi_dtype_traits;
 
 static const ampi_dtype_traits ampi_dtypes[] = {
@@ -6511,7 +6530,7 @@ static const ampi_dtype_traits ampi_dtypes[] = {
     {"fp8",      {NULL, NULL},          1,  0,  2, AMPI_IS_COMPUTE, 0x43e00000u}};
 enum { AMPI_DTYPES = sizeof ampi_dtypes / sizeof *ampi_dtypes };
 
-/* What products are computed in, widest first: an earlier one may replace a later one. */
+/* The dtypes that products are computed in, widest first.  An earlier one may replace a later one. */
 enum { AMPI_COMPUTE_DTYPES = 5 };
 static const amp_dtype ampi_compute_dtypes[AMPI_COMPUTE_DTYPES] = {AMP_F32, AMP_TF32, AMP_F16, AMP_BF16, AMP_FP8};
 
@@ -6543,13 +6562,13 @@ AMP_API amp_result amp_dtype_parse(const char *name, amp_dtype *out) {
 }
 
 static int ampi_dtype_is_float(amp_dtype dtype) { return ampi_traits(dtype)->exponent > 0; }
-/* Not a format of products only. */
+/* Whether tensors can have this dtype.  The others are formats of products only. */
 static int ampi_has_memory(amp_dtype dtype) {
     return ampi_traits(dtype)->use & (AMPI_IS_STORAGE | AMPI_IS_CASTABLE | AMPI_IS_SAVED);
 }
 static int ampi_is_storage(amp_dtype dtype) { return ampi_traits(dtype)->use & AMPI_IS_STORAGE; }
 static int ampi_is_compute(amp_dtype dtype) { return (ampi_traits(dtype)->use & AMPI_IS_COMPUTE) != 0; }
-/* What results of products are stored in. */
+/* The dtype that results of products are stored in. */
 static amp_dtype ampi_stored(amp_dtype compute) {
     return compute == AMP_TF32 ? AMP_F32 : compute == AMP_FP8 ? AMP_BF16 : compute;
 }
@@ -6570,17 +6589,17 @@ static double ampi_roundoff(amp_dtype dtype) {
 static double ampi_largest_of(amp_dtype dtype) { return (double)ampi_f32_of_bits(ampi_traits(dtype)->largest); }
 #endif
 
-/* By its bits: where the host flushes subnormals, they compare equal to 0. */
+/* Tests the bits, because subnormal numbers compare equal to 0 where the program has the CPU flush them. */
 static inline int ampi_is_0(float x) { return (ampi_bits_f32(x) & 0x7fffffffu) == 0; }
 
-/* Not 0; by its bits, so that NaN counts as given. */
+/* Whether a value is not 0.  It tests the bits, so that NaN counts as given. */
 static int ampi_is_given(double value) { return ampi_bits_f64(value) << 1 != 0; }
 static int ampi_is_zero(double value) { return ampi_bits_f64(value) == ampi_bits_f64((double)AMP_EXPLICIT_ZERO); }
-/* 0 means the default, AMP_EXPLICIT_ZERO 0. */
+/* The value that a field stands for: 0 means the default, and AMP_EXPLICIT_ZERO means 0. */
 static double ampi_or(double value, double otherwise) {
     return !ampi_is_given(value) ? otherwise : ampi_is_zero(value) ? 0 : value;
 }
-/* The same for a float, without a conversion, in which a subnormal number could become 0. */
+/* The same for a float.  It is not converted to fp64, because a subnormal number could become 0 in that. */
 static inline float ampi_or32(float value, float otherwise) {
     return ampi_is_0(value) ? otherwise : ampi_bits_f32(value) == ampi_bits_f32(AMP_EXPLICIT_ZERO) ? 0 : value;
 }
@@ -6591,16 +6610,17 @@ static inline float ampi_or32(float value, float otherwise) {
 #define AMPI_ABOVE_1 1.0000000000000002
 #define AMPI_BELOW_1 0.99999999999999989
 
-/* ---- Numbers as text, the same in every locale. */
+/* ---- Numbers as text, the same in every locale */
 
-/* The current locale's decimal point. */
+/* The decimal point of the current locale. */
 static const char *ampi_point(char scratch[16]) {
     snprintf(scratch, 16, "%.1f", 0.5);
     scratch[strlen(scratch) - 1] = 0;
     return scratch + 1;
 }
 
-/* [sign] digits [. digits] [e [sign] digits], with at least one digit before the e; whole: [sign] digits. */
+/* Whether a text is a number: [sign] digits [. digits] [e [sign] digits], with at least one digit before the e.  With
+   `whole`, only [sign] digits. */
 static int ampi_is_number(const char *text, size_t n, int whole) {
     size_t i = 0, digits = 0, exponent = 0;
     if (i < n && (text[i] == '+' || text[i] == '-')) i++;
@@ -6614,7 +6634,7 @@ static int ampi_is_number(const char *text, size_t n, int whole) {
     return exponent > 0 && i == n;
 }
 
-/* Reads the same number in every locale; 0: not a number, or too large for fp64. */
+/* Reads a number, the same in every locale.  Returns 0 if the text is none, or too large for fp64. */
 static int ampi_parse_number(const char *text, size_t n, int whole, double *out) {
     char copy[96], scratch[16], *end;
     const char *point = (const char *)memchr(text, '.', n);
@@ -6646,20 +6666,21 @@ static void ampi_number_text(double value, int single, char out[64]) {
     ampi_fp_end(host);
 }
 
-/* ---- Fields.  A row gives a field's name, place and legal values; tables of rows drive defaults, checks, settings. */
+/* ---- Fields.  A row gives the name, place and legal values of a field.  Defaults, checks and settings work by tables
+   of such rows. */
 
 typedef struct ampi_word { const char *word; double value; } ampi_word;
 static const ampi_word ampi_zero_words[] = {{"0", AMP_EXPLICIT_ZERO}, {NULL, 0}};
 
-/* INVERTED: a switch whose field says the opposite.  DTYPE: a compute dtype, or the only one of .words.  TEXT: an array
-   of so many bytes as .high, which counts as 1 unless empty. */
+/* INVERTED: a switch whose field means the opposite.  DTYPE: a compute dtype, or the one dtype in .words.  TEXT: an
+   array of .high bytes, whose value is 1 unless it is empty. */
 typedef enum ampi_type {
     AMPI_SWITCH, AMPI_INVERTED, AMPI_WORD, AMPI_DTYPE, AMPI_PRESET, AMPI_I32, AMPI_I64, AMPI_REAL32, AMPI_REAL64,
     AMPI_TEXT
 } ampi_type;
 
-/* words: values that have a name; "0" is among them if 0 in the field means the default.  low to high: legal numbers;
-   range: the same in words.  standard: the default, for which 0 in the field stands. */
+/* words: the values that have a name.  "0" is one of them if 0 in the field means the default.  low to high: the legal
+   numbers.  range: the same in words.  standard: the default, which 0 in the field stands for. */
 typedef struct ampi_field {
     const char *key;
     ampi_type type;
@@ -6690,8 +6711,8 @@ static void ampi_field_put(void *s, const ampi_field *k, double value) {
     int64_t wide;
     int32_t narrow;
     float real32;
-    switch (k->type) {              /* one conversion each: the others could trap on this value */
-        case AMPI_TEXT: memset(at, 0, (size_t)k->high); break;      /* others are copied by themselves */
+    switch (k->type) {              /* only the conversion that is needed, because others could trap on this value */
+        case AMPI_TEXT: memset(at, 0, (size_t)k->high); break;      /* a text that is not empty is copied elsewhere */
         case AMPI_I64: wide = (int64_t)value; memcpy(at, &wide, sizeof wide); break;
         case AMPI_REAL32: real32 = (float)value; memcpy(at, &real32, sizeof real32); break;
         case AMPI_REAL64: memcpy(at, &value, sizeof value); break;
@@ -6719,15 +6740,15 @@ static amp_result ampi_fields(const char *function, const ampi_field *rows, size
     return AMP_OK;
 }
 
-/* A number of a desc or op: must be finite and fit. */
+/* Checks a number of a desc or op, which must be finite.  fits: whether it also meets its other conditions. */
 static amp_result ampi_check_real(const char *function, const char *field, double value, int fits,
                                   const char *allowed) {
     if (fits && amp_is_finite_f64(&value)) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s = %g, must be %s", field, value, allowed);
 }
 
-/* ---- Bulk conversion.  Everything goes through fp32, which holds every value of the narrower formats.  fp64 is
-   converted directly to round only once. */
+/* ---- Conversion of many numbers.  They are converted through fp32, which holds every value of the narrower formats.
+   From fp64 they are rounded only once. */
 
 enum { AMPI_CONVERT_CHUNK = 512 };      /* elements in a buffer on the stack */
 
@@ -6753,7 +6774,7 @@ static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* From fp64 to any other dtype in one rounding; random NULL: to nearest. */
+/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, that is to nearest. */
 static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -6778,7 +6799,8 @@ static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* For the CPU kernels: nearest even, no saturation, no counts, on the calling thread. */
+/* The conversion for the CPU kernels.  It rounds to nearest even, without saturation and counts, on the calling
+   thread. */
 static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                               amp_cpu_path path) {
     float scratch[AMPI_CONVERT_CHUNK];
@@ -6800,7 +6822,7 @@ static void ampi_convert_fast(void *dst, amp_dtype dst_dtype, const void *src, a
         }
 }
 
-/* ---- Counting.  A number is not finite if every bit of its exponent (in E4M3: of its magnitude) is set. */
+/* ---- Counting.  A number is not finite if every bit of its exponent is set, or in E4M3 every bit of its magnitude. */
 
 static int64_t ampi_count_nonfinite(const void *data, amp_dtype dtype, int64_t n, amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -6837,7 +6859,7 @@ AMP_API int64_t amp_count_nonfinite(const void *data, amp_dtype dtype, int64_t n
     return total;
 }
 
-/* ---- Conversion with every option, in pieces that fit the stack buffers */
+/* ---- Conversion with every option, in pieces that fit into the buffers on the stack */
 
 static void ampi_stochastic(void *dst, amp_dtype dtype, const void *src, int64_t n, const uint32_t *random,
                             amp_cpu_path path) {
@@ -6897,8 +6919,9 @@ static void ampi_convert(void *dst, amp_dtype dst_dtype, const void *src, amp_dt
     }
     ampi_fp_end(host);
 }
-/* Also returns how many finite numbers became infinite or NaN: without saturation the others stay so, and the number is
-   the difference of two counts.  In pieces, as dst may be src. */
+/* Also returns how many finite numbers became infinite or NaN.  Without saturation, numbers that were infinite or NaN
+   stay so, and the result is the difference of two counts.  With saturation it is 0.  The numbers are converted in
+   pieces, because dst may be src. */
 static int64_t ampi_convert_counted(void *dst, amp_dtype dst_dtype, const void *src, amp_dtype src_dtype, int64_t n,
                                     const amp_convert_desc *desc, amp_cpu_path path) {
     int64_t dst_size = (int64_t)amp_dtype_size(dst_dtype), src_size = (int64_t)amp_dtype_size(src_dtype), i, found = 0;
@@ -6946,27 +6969,28 @@ AMPI_O1_BEGIN
 /* ==== 3 >>machine: implementation ==== */
 
 #if defined(__clang__)
-#  define AMPI_COMPILER ""          /* its __VERSION__ begins with its name */
+#  define AMPI_COMPILER ""          /* clang's __VERSION__ begins with its name */
 #else
 #  define AMPI_COMPILER "gcc "
 #endif
 
-/* ---- Rates: how fast products are in each dtype.  Operands of a dtype for which the CPU has no fast instruction are
-   rounded or widened while they are packed, and fp32's kernel multiplies them.  That leaves two numbers to know of a
-   CPU with bf16 instructions: the rate of vdpbf16ps, and that of AMX's tiles.
+/* ---- Rates: how fast products are in each dtype, relative to fp32.  Operands of a dtype for which the CPU has no fast
+   instruction are rounded or widened while they are packed, and the kernel of fp32 multiplies them.  Only two rates
+   therefore depend on the CPU: that of vdpbf16ps, and that of the tiles of AMX.
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
-   (cpu-intel-xeon-2026-11-21.json, 1024^3).  fp32's kernel on 16-bit operands had 0.90 to 1.11 on a Zen 3, in
-   bf16 and fp16, by shape (rates-amd-epyc-2026-11-27.json).
-   Cooper Lake was not measured: Intel states twice fp32's peak, of which the table counts on half of the gain. */
+   (cpu-intel-xeon-2026-11-21.json, 1024^3).  The kernel of fp32 on 16-bit operands had 0.90 to 1.11 on a Zen 3,
+   depending on the shape, in bf16 and fp16 (rates-amd-epyc-2026-11-27.json).
+   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
     int32_t family, first, last;        /* models */
-    int32_t step;                       /* from this stepping on */
-    float dot, tiles;                   /* vdpbf16ps and AMX; 0: the cores lack it */
+    int32_t step;                       /* the first stepping */
+    float dot, tiles;                   /* rates of vdpbf16ps and AMX; 0: these cores lack the instruction */
 } ampi_cpu_kind;
-/* Models: Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches holds. */
+/* The models are from Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches
+   is used. */
 static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"AuthenticAMD", "Zen or Zen 2", 0x17, 0x00, 0xff, 0, 0, 0},
     {"AuthenticAMD", "Zen 3", 0x19, 0x00, 0x5f, 0, 0, 0},
@@ -7021,7 +7045,7 @@ static const ampi_cpu_kind *ampi_cpu_kind_of(const amp_cpu_info *cpu) {
     return found;
 }
 
-/* Whether it has the path, and the compiler of this file knew its instructions. */
+/* Whether the CPU has the instructions of a path, and the compiler of this file knew them. */
 static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
     switch (path) {
         case AMP_CPU_SCALAR: return 1;
@@ -7033,8 +7057,8 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
     }
 }
 
-/* Without a row: tiles are far faster than fp32 wherever there are any; of vdpbf16ps that is not known, and then fp32's
-   kernel is used. */
+/* Fills in the rates.  For cores without a row: tiles are far faster than fp32 on every CPU that has them.  For
+   vdpbf16ps that is not known, so its rate is set below 1 and the kernel of fp32 is used. */
 static void ampi_rates_fill(amp_machine *m) {
     static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f};
     static const amp_rates none = {0, 0, 0, 0};
@@ -7067,7 +7091,7 @@ static float *ampi_rate_at(amp_rates *r, amp_dtype dtype) {
     return dtype == AMP_TF32 ? &r->tf32 : dtype == AMP_F16 ? &r->fp16 : dtype == AMP_BF16 ? &r->bf16 : &r->fp8;
 }
 
-/* The next word, up to a space or a comma; its length. */
+/* Reads the next word, up to a space or a comma.  Returns its length. */
 static size_t ampi_rates_word(const char **text, char word[32]) {
     size_t n;
     *text += strspn(*text, " ");
@@ -7077,7 +7101,7 @@ static size_t ampi_rates_word(const char **text, char word[32]) {
     return n;
 }
 
-/* 1: *out is the next of the text; 0: the end; -1: something else. */
+/* Reads the next rate of the text into *out.  Returns 1, 0 at the end of the text, or -1 if there is no rate. */
 static AMPI_COLD int ampi_rates_next(const char **text, ampi_rate *out) {
     char path[32], dtype[32], rate[32];
     double value = 0;
@@ -7100,7 +7124,7 @@ static AMPI_COLD int ampi_rates_next(const char **text, ampi_rate *out) {
     return found ? 1 : -1;
 }
 
-/* How many there are; -1: it is no such text. */
+/* The number of rates in a text, or -1 if it is not a text of rates. */
 static int64_t ampi_rates_count(const char *text) {
     ampi_rate rate;
     int64_t n = 0;
@@ -7110,7 +7134,7 @@ static int64_t ampi_rates_count(const char *text) {
 }
 #define AMPI_RATES_RANGE "a path, a dtype and products beside fp32's from 0.001 to 1000: avx512 bf16 0.98, amx bf16 4"
 
-/* Puts the rates of a text, which may be NULL, in place of the table's. */
+/* Replaces rates of the table by those of a text, which may be NULL. */
 static AMPI_COLD amp_result ampi_rates_take(const char *function, amp_machine *m, const char *text) {
     ampi_rate rate;
     if (text != NULL && ampi_rates_count(text) < 0)
@@ -7221,7 +7245,7 @@ static int ampi_device_has(const amp_device *d, amp_dtype dtype) {
            (dtype == AMP_TF32 && d->tf32) || (dtype == AMP_FP8 && d->fp8);
 }
 
-/* Among what a CPU's path offers: bf16 where it is faster than fp32. */
+/* Chooses among what the CPU's path offers: bf16 if it is faster than fp32, else fp32. */
 static amp_result ampi_choose_on_cpu(const amp_machine *m, amp_choice *out) {
     const char *path = ampi_cpu_path_name(m->cpu.path);
     float rate = ampi_rate_of(m, AMP_BF16);
@@ -7258,7 +7282,7 @@ static AMPI_COLD amp_result ampi_choose_auto(const amp_machine *m, int is_cpu, a
     return ampi_chosen(out, AMP_F32, 0, 0, "auto: %.64s has no fast 16-bit matrix instructions", d->name);
 }
 
-/* What was asked for, on a CPU, and what it costs. */
+/* Chooses what was asked for, on a CPU.  The reason says what that costs. */
 static amp_result ampi_choose_asked(const amp_machine *m, amp_dtype wanted, amp_choice *out) {
     const char *name = amp_dtype_name(wanted), *path = ampi_cpu_path_name(m->cpu.path);
     int emulated = !ampi_device_has(&m->device, wanted);
@@ -7329,7 +7353,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     if (tensor == NULL || tensor->data == NULL) return 0;
     if (tensor->ndim < 1 || tensor->ndim > AMP_MAX_DIMS) return -1;
     for (i = 0; i < tensor->ndim; i++) {
-        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* even beside a dimension of 0 the others must not overflow */
+        int64_t n = AMPI_MAX(tensor->shape[i], 1);      /* if one dimension is 0, the others must not overflow either */
         if (tensor->shape[i] < 0 || count > INT64_MAX / 16 / n) return -1;
         count *= n;
     }
@@ -7337,7 +7361,7 @@ AMP_API int64_t amp_tensor_count(const amp_tensor *tensor) {
     return count;
 }
 
-/* Stride of dimension i in elements; all 0 in the view means contiguous. */
+/* The stride of dimension i in elements.  If all strides of the view are 0, it is contiguous. */
 static int64_t ampi_stride(const amp_tensor *t, int i) {
     int64_t stride = 1;
     int j, given = 0;
@@ -7357,7 +7381,7 @@ static int ampi_is_contiguous(const amp_tensor *t) {
     return 1;
 }
 
-/* "[2, 3, 4] bf16" for messages. */
+/* Writes a text such as "[2, 3, 4] bf16", for messages. */
 static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size) {
     ampi_sheet s = ampi_sheet_of(text, size);
     int i;
@@ -7368,16 +7392,17 @@ static const char *ampi_shape_text(const amp_tensor *t, char *text, size_t size)
     return text;
 }
 
-/* Memory of numbers of `size` bytes begins at a multiple of it: some processors, and every GPU, fault at any other. */
+/* Fails unless an address is a multiple of the size of its elements.  At other addresses some CPUs, and all GPUs,
+   fault. */
 static amp_result ampi_check_aligned(const char *function, const char *field, uintptr_t at, size_t size) {
     if (size == 0 || (at & (size - 1)) == 0) return AMP_OK;
     return ampi_fail(AMP_ERR_RANGE, function, "%s is at 0x%llx, must be at a multiple of %d, the size of its elements",
                      field, (unsigned long long)at, (int)size);
 }
 
-#define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements: beyond any memory */
+#define AMPI_STRIDES_MOST 72057594037927936.0       /* 2^56 elements, more than any memory has */
 
-/* An operator's operand: present, of a storage dtype, with a legal shape. */
+/* Checks an operand of an operator: it must have data, a storage dtype and a legal shape. */
 static amp_result ampi_check_tensor(const char *function, const char *field, const amp_tensor *t) {
     char list[80];
     int i, given = 0;
@@ -7400,7 +7425,7 @@ static amp_result ampi_check_tensor(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* Whether a matrix's rows follow one another without overlap. */
+/* Fails if the rows of a matrix overlap or run backwards. */
 static amp_result ampi_check_ld(const char *function, const char *field, int64_t rows, int64_t cols, int64_t ld) {
     if (rows < 2 || cols < 1 || ld >= cols) return AMP_OK;
     return ampi_fail(AMP_ERR_SHAPE, function,
@@ -7408,7 +7433,8 @@ static amp_result ampi_check_ld(const char *function, const char *field, int64_t
                      field, (long long)cols, ld < 0 ? "run backwards" : "overlap", (long long)ld);
 }
 
-/* An output's elements must not overlap: each stride, from the smallest up, must reach past the dimensions below it. */
+/* Fails if elements of an output overlap.  They do not if each stride, taken from the smallest up, reaches past all
+   dimensions with smaller strides. */
 static amp_result ampi_check_output(const char *function, const char *field, const amp_tensor *t) {
     int64_t reach = 0;              /* offset of the last element of the dimensions so far */
     int i, k, done = 0;
@@ -7427,21 +7453,22 @@ static amp_result ampi_check_output(const char *function, const char *field, con
     return AMP_OK;
 }
 
-/* ---- Where operands lie.  An output may not overlap another operand, unless the operator lets it be that operand: the
-   same elements at the same places. */
+/* ---- Where operands are in memory.  An output may not overlap another operand.  An operator may allow an output to be
+   another operand, with the same elements at the same places. */
 
 enum { AMPI_OPERANDS = 16 };
 
-/* The bytes of a view: its first + i[0] stride[0] + ... + (0 to block - 1) with i[k] below size[k].  Strides grow;
-   dimensions without a gap between them are merged.  n = -1: not yet computed. */
+/* The bytes of a view, relative to its first: i[0] stride[0] + ... + (0 to block - 1), with i[k] below size[k].
+   Strides are in ascending order.  Dimensions without a gap between them are merged.  n is the number of strides, or -1
+   before ampi_find_extent. */
 typedef struct ampi_extent { int64_t stride[AMP_MAX_DIMS], size[AMP_MAX_DIMS], block; int n; } ampi_extent;
 
 typedef struct ampi_place {
     const char *field;              /* as error texts name it */
     const amp_tensor *view;         /* NULL: a contiguous array */
-    uintptr_t low, high, size;      /* its bytes are in [low, high); size of an element, 1 in an array */
-    uintptr_t align;                /* of its first byte; of arrays 4, if not set */
-    const char *may_be, *or_be;     /* the fields that an output may be */
+    uintptr_t low, high, size;      /* its bytes are in [low, high); size: bytes of an element, in an array 1 */
+    uintptr_t align;                /* its first byte must be at a multiple of this; by default 4 for arrays */
+    const char *may_be, *or_be;     /* of an output: the operands that it may be, or NULL */
     int written;
     ampi_extent extent;
 } ampi_place;
@@ -7463,7 +7490,7 @@ static ampi_place *ampi_reads_array(ampi_places *s, const char *field, const voi
     return p;
 }
 
-/* The shape must have been checked; t may have no data. */
+/* Adds a tensor that is read, if it has data.  Its shape must have been checked. */
 static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tensor *t) {
     uintptr_t size = amp_dtype_size(t->dtype), below = 0, above = 0, count = 1, given = 0;
     ampi_place *p;
@@ -7524,8 +7551,8 @@ static void ampi_find_extent(ampi_place *p) {
     }
 }
 
-/* Sums of strides, each taken `least` to `most` times; the terms from k on sum to low[k] to high[k].  The last stride
-   is 1. */
+/* Sums of strides, each of which is taken `least` to `most` times.  The terms from k on add up to between low[k] and
+   high[k].  The last stride is 1. */
 enum { AMPI_TERMS = 2 * AMP_MAX_DIMS + 1 };
 typedef struct ampi_sums {
     int64_t stride[AMPI_TERMS], least[AMPI_TERMS], most[AMPI_TERMS], low[AMPI_TERMS + 1], high[AMPI_TERMS + 1];
@@ -7536,8 +7563,8 @@ static int64_t ampi_floor_div(int64_t a, int64_t b) {
     return a >= 0 ? (a < b ? 0 : a / b) : a >= -b ? -1 : -((b - 1 - a) / b);
 }
 
-/* Whether the terms from k on can sum to `target`.  Views whose dimensions do not interleave leave at most two choices
-   per term; for others the tries may run out, and the views then count as apart. */
+/* Whether the terms from k on can add up to `target`.  If the dimensions of the views do not interleave, there are at
+   most two choices for each term.  For other views the tries may run out, and the views then count as apart. */
 static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     int64_t x, last;
     if (target < s->low[k] || target > s->high[k]) return 0;
@@ -7549,8 +7576,8 @@ static int ampi_can_sum(ampi_sums *s, int k, int64_t target) {
     return 0;
 }
 
-/* Whether they share a byte: whether some offset into a minus some offset into b is the distance of their first bytes.
-   Equal strides share a term. */
+/* Whether two operands share a byte.  They do if an offset into a minus an offset into b is the distance of their first
+   bytes.  Equal strides of both are one term of that sum. */
 static int ampi_share(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     int i = ea->n - 1, j = eb->n - 1, k;
@@ -7574,7 +7601,7 @@ static int ampi_share(const ampi_place *a, const ampi_place *b) {
     return ampi_can_sum(&s, 0, (int64_t)(b->low - a->low));
 }
 
-/* The same elements at the same places. */
+/* Whether two operands have the same elements at the same places. */
 static int ampi_is_same_place(const ampi_place *a, const ampi_place *b) {
     const ampi_extent *ea = &a->extent, *eb = &b->extent;
     size_t bytes = sizeof *ea->stride * (size_t)ea->n;
@@ -7607,7 +7634,7 @@ static amp_result ampi_check_places(const char *function, ampi_places *s) {
     return AMP_OK;
 }
 
-/* A parameter's weight, and its gradient, which has as many elements. */
+/* Add a parameter's weight, which is read, or its gradient, which is written and has as many elements. */
 static void ampi_reads_param(ampi_places *s, const char *field, const amp_param *p) {
     if (p != NULL) ampi_reads(s, field, &p->weight);
 }
@@ -7626,7 +7653,7 @@ static amp_result ampi_check_own_gradient(const char *function, const amp_param 
                      "%s: the gradient lies in the weight's memory: give it separate memory", p->name);
 }
 
-/* Shell-style match with * (any run) and ? (one character). */
+/* Whether a text matches a pattern, in which * stands for any characters and ? for one. */
 static int ampi_match(const char *pattern, const char *text) {
     const char *star = NULL, *resume = NULL;
     while (*text) {
@@ -7641,8 +7668,8 @@ static int ampi_match(const char *pattern, const char *text) {
 
 static int ampi_lower(char c) { return c >= 'A' && c <= 'Z' ? c + 32 : c; }
 
-/* The number of edits (insert, delete, replace a character) that make the n bytes of a pattern match a name, in either
-   case (Levenshtein 1966).  Of a name the first 127 bytes count. */
+/* The number of edits that make the n bytes of a pattern match a name, where upper and lower case are the same
+   (Levenshtein 1966).  An edit inserts, deletes or replaces a character.  Only the first 127 bytes of each count. */
 static int ampi_edits(const char *pattern, size_t n, const char *name) {
     int row[128], i, j, above, before, any, length = (int)AMPI_MIN(strlen(name), (size_t)127);
     for (j = 0; j <= length; j++) row[j] = j;
@@ -7660,7 +7687,7 @@ static int ampi_edits(const char *pattern, size_t n, const char *name) {
     return row[length];
 }
 
-/* The nearest of the names tried; zeros: none was. */
+/* The nearest of the names that were tried.  It is all zeros before the first. */
 typedef struct ampi_nearest { const char *name; int edits; } ampi_nearest;
 static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, const char *name) {
     int edits = ampi_edits(pattern, n, name);
@@ -7668,7 +7695,7 @@ static void ampi_nearest_try(ampi_nearest *s, const char *pattern, size_t n, con
     s->name = name;
     s->edits = edits;
 }
-/* No parameter matches: what was given, such as .groups[0].match. */
+/* Fails because no parameter matches a pattern.  given: where it was given, such as .groups[0].match. */
 static amp_result ampi_fail_unmatched(const char *function, const char *given, const char *pattern,
                                       const ampi_nearest *nearest) {
     return ampi_fail(AMP_ERR_NAME, function, "%s = \"%.100s\" matches no parameter; %s%.100s", given, pattern,
@@ -7677,12 +7704,13 @@ static amp_result ampi_fail_unmatched(const char *function, const char *given, c
 
 /* ---- Masks: which keys a query sees */
 
-/* Which keys a query sees by kind and length: key j if j < first or low <= j < high. */
+/* The keys that a query sees by the mask's kind and lengths: key j if j < first or low <= j < high. */
 typedef struct ampi_span { int64_t first, low, high; } ampi_span;
 
 static int64_t ampi_clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-/* position: the query's place among the keys, i + keys - queries for query i, so that the last ones align. */
+/* position: the query's place among the keys.  It is i + keys - queries for query i, so that the last query is at the
+   last key. */
 static ampi_span ampi_mask_span(const amp_mask *mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask->lengths ? ampi_clamp(mask->lengths[b], 0, keys) : keys;
     int64_t window = AMPI_MIN(mask->window, INT64_MAX / 4), end = position + 1;
@@ -7729,13 +7757,13 @@ static const uint8_t *ampi_mask_row(const amp_mask *mask, int64_t b, int64_t h, 
      32    4  CRC-32C of the directory
      36    4  CRC-32C of bytes 0 to 35
      40       directory, per record: key (64 or 256, padded with 0), dtype (4), CRC-32C of the payload (4), count (8)
-   then the payloads in the same order, without gaps.  Checksums cover every byte, and nothing is allocated before the
-   sizes have been compared with the bytes present.  Version 2 is written only if a key needs it, so that 0.2 reads
-   whatever it can. */
+   The payloads follow in the same order, without gaps.  Checksums cover every byte.  Before anything is allocated, the
+   sizes are compared with the bytes that are there.  Version 2 is written only if a key needs it, so that 0.2 can read
+   all other states. */
 
 enum { AMPI_STATE_FORMAT = 2, AMPI_STATE_HEADER = 40, AMPI_STATE_KEY = 256 };
 
-/* Bytes of a key in the directory, and of an entry. */
+/* The bytes of a key in the directory, and of an entry of the directory. */
 static size_t ampi_state_key_bytes(int format) { return format == 1 ? 64 : AMPI_STATE_KEY; }
 static size_t ampi_state_entry_bytes(int format) { return ampi_state_key_bytes(format) + 16; }
 
@@ -7752,17 +7780,18 @@ struct amp_state {
     uint64_t made;                  /* a serial */
     ampi_record *records;
     int64_t n, capacity;
-    /* by hash of the key: 1 + index of the record, 0: empty; 2 * capacity entries, a power of two */
+    /* Entries by the hash of the key: 1 + the index of the record, or 0 if empty.  There are 2 * capacity of them, a
+       power of two. */
     int64_t *table;
 };
 
-/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI): the CPU's instruction, or tables for eight
-   bytes per round. */
+/* ---- CRC-32C (Castagnoli, reflected polynomial 0x82F63B78, as in iSCSI).  It is computed by the CPU's instruction, or
+   else by tables, eight bytes at a time. */
 
 typedef struct ampi_crc { int instruction; uint32_t table[8][256]; } ampi_crc;
 
 #if AMPI_X86 && defined(__x86_64__)
-#if defined(__clang__) && __clang_major__ >= 14      /* zig's takes features literally; others do not know this one */
+#if defined(__clang__) && __clang_major__ >= 14      /* zig's clang needs crc32 named; gcc and older clangs lack it */
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2,crc32")))
 #else
 #  define AMPI_CRC_TARGET __attribute__((__target__("sse4.2")))
@@ -7787,7 +7816,7 @@ static uint32_t ampi_crc_instruction(uint32_t crc, const uint8_t *data, size_t n
 static int ampi_crc_has_instruction(void) { return 0; }
 #endif
 
-/* table[k][i]: the CRC of byte i followed by k zero bytes. */
+/* table[k][i] is the CRC of byte i followed by k zero bytes. */
 static void ampi_crc_init(ampi_crc *c, int allow_instruction) {
     uint32_t i;
     int k;
@@ -7815,7 +7844,7 @@ static void ampi_store_le64(uint8_t *p, uint64_t value) {
     ampi_store_le32(p + 4, (uint32_t)(value >> 32));
 }
 
-/* Continues from the CRC of the bytes before; 0 to begin. */
+/* Continues from crc, which is the CRC of the bytes before, or 0 at the beginning. */
 static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *data, size_t n) {
     crc = ~crc;
     if (c->instruction) return ~ampi_crc_instruction(crc, data, n);
@@ -7831,7 +7860,7 @@ static uint32_t ampi_crc_add(const ampi_crc *c, uint32_t crc, const uint8_t *dat
 
 /* ---- Records */
 
-/* Bytes of an element; 0 for a dtype that records cannot have. */
+/* The bytes of an element.  0 for a dtype that records cannot have. */
 static size_t ampi_state_element(amp_dtype dtype) {
     return ampi_traits(dtype)->use & AMPI_IS_SAVED ? amp_dtype_size(dtype) : 0;
 }
@@ -7842,7 +7871,7 @@ static uint64_t ampi_text_hash(const char *key) {      /* FNV-1a */
     return hash;
 }
 
-/* The key's entry in the table, or the empty one for it. */
+/* The entry of a key in the table, or the empty entry where it belongs. */
 static int64_t *ampi_state_entry(const amp_state *state, const char *key) {
     uint64_t mask = (uint64_t)state->capacity * 2 - 1, i = ampi_text_hash(key) & mask;
     while (state->table[i] != 0 && strcmp(state->records[state->table[i] - 1].key, key) != 0) i = (i + 1) & mask;
@@ -7854,7 +7883,7 @@ static ampi_record *ampi_state_find(const amp_state *state, const char *key) {
     return place == 0 ? NULL : state->records + (place - 1);
 }
 
-/* `capacity`: records in all, a power of two. */
+/* Makes room for `capacity` records in all, a power of two. */
 static AMPI_COLD amp_result ampi_state_grow(amp_state *state, const char *function, int64_t capacity) {
     void *records, *table;
     int64_t i;
@@ -7880,7 +7909,7 @@ static void ampi_state_release(const amp_state *state, ampi_record *record) {
     if (record->data != NULL) ampi_memory_give(&state->system, record->data, record->bytes);
 }
 
-/* Adds or replaces a record; on success the state owns its data. */
+/* Adds or replaces a record.  On success the state owns the record's data. */
 static amp_result ampi_state_insert(amp_state *state, const char *function, const ampi_record *record) {
     ampi_record *old = ampi_state_find(state, record->key);
     if (old != NULL) {
@@ -7908,7 +7937,7 @@ AMP_API amp_result amp_state_create(amp_state **out, const amp_system *system) {
     return AMP_OK;
 }
 
-/* The library's own, in a callback or not. */
+/* Destroys a state that the library made, in a callback too. */
 static void ampi_state_free(amp_state *state) {
     amp_system s;
     int64_t i;
@@ -7924,7 +7953,7 @@ AMP_API void amp_state_destroy(amp_state *state) {
         ampi_state_free(state);
 }
 
-/* Ends a save that filled its own state: moves its records into `to`, all or, on failure, none. */
+/* Ends a save that filled a separate state, `own`: moves the records of it into `to`, all or, on failure, none. */
 static amp_result ampi_state_take(amp_state *to, amp_state *own, amp_result result, const char *function) {
     int64_t capacity = AMPI_MAX(to->capacity, 16), i;
     while (capacity < to->n + own->n) capacity *= 2;
@@ -7991,7 +8020,7 @@ AMP_API int64_t amp_state_count(const amp_state *state, const char *key, amp_dty
     return record->count;
 }
 
-/* "<prefix>.<name>", or "<prefix>.<name>.<i>" for i >= 0, in key. */
+/* Writes "<prefix>.<name>", or "<prefix>.<name>.<i>" if i >= 0, to key. */
 static amp_result ampi_key(const char *function, char key[AMPI_STATE_KEY], const char *prefix, const char *name,
                            int64_t i) {
     int n;
@@ -8008,7 +8037,7 @@ AMP_API const char *amp_state_key(const amp_state *state, int64_t i) {
 
 /* ---- The blob */
 
-/* Copies values of `size` bytes between memory and little-endian data. */
+/* Copies values of `size` bytes each between memory and little-endian data. */
 static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t size) {
     const uint16_t probe = 1;
     uint8_t first;
@@ -8019,7 +8048,7 @@ static void ampi_copy_le(uint8_t *dst, const uint8_t *src, size_t bytes, size_t 
         for (j = 0; j < size; j++) dst[i + j] = src[i + size - 1 - j];
 }
 
-/* ampi_copy_le in pieces that stay in the cache; returns the checksum of the blob's side. */
+/* Does ampi_copy_le in pieces that stay in the cache.  Returns the checksum of the little-endian data. */
 static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src, size_t bytes, size_t size,
                                 int to_blob) {
     enum { AMPI_STATE_PIECE = 1 << 16 };
@@ -8035,7 +8064,7 @@ static uint32_t ampi_state_copy(const ampi_crc *crc, void *dst, const void *src,
     return sum;
 }
 
-/* The oldest format that has room for all keys. */
+/* The oldest format in which all keys have room. */
 static int ampi_state_format(const amp_state *state) {
     int64_t i;
     for (i = 0; i < state->n; i++)
@@ -8090,12 +8119,12 @@ AMP_API AMPI_COLD amp_result amp_state_encode(const amp_state *state, void **dat
     return AMP_OK;
 }
 
-/* A blob being read; `name` is its path, or "blob". */
+/* A blob that is being read.  name is its path, or "blob". */
 typedef struct ampi_blob {
     const char *function, *name;
     const uint8_t *data;
     uint64_t bytes, records, directory;
-    size_t key, entry;              /* bytes of each in the directory */
+    size_t key, entry;              /* bytes of a key and of an entry in the directory */
     ampi_crc crc;
 } ampi_blob;
 
@@ -8133,7 +8162,8 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     return AMP_OK;
 }
 
-/* Reads entry i of the directory into *record, without data; *left: bytes left for this and later payloads. */
+/* Reads entry i of the directory into *record, without the data.  *left is how many bytes are left for its payload and
+   later ones; it is reduced by that payload. */
 static amp_result ampi_state_check_entry(const ampi_blob *b, uint64_t i, uint64_t *left, ampi_record *record) {
     const uint8_t *entry = b->data + AMPI_STATE_HEADER + i * b->entry, *rest = entry + b->key;
     uint32_t dtype = ampi_le32(rest);
@@ -8217,7 +8247,8 @@ AMP_API amp_result amp_state_decode(amp_state **out, const amp_system *system, c
     return ampi_state_parse(out, system, data == NULL ? "" : data, bytes, "amp_state_decode", "blob");
 }
 
-/* *sum: of all that the blob holds, the checksum of its directory, in which the records' are. */
+/* Writes a state to a file.  *sum receives the checksum of the directory.  It stands for the whole blob, because the
+   directory contains the checksums of the records. */
 static amp_result ampi_state_write(const amp_state *state, const char *path, int64_t *sum) {
     void *data;
     size_t bytes;
@@ -8250,7 +8281,7 @@ AMP_API amp_result amp_state_load(amp_state **out, const amp_system *system, con
     return ampi_state_read(out, system, path, &sum);
 }
 
-/* For files that the library itself writes: refuses a pipe instead of waiting for it. */
+/* Loads a file that the library wrote itself.  Fails on a pipe, which amp_state_load would wait for. */
 static amp_result ampi_state_load_own(amp_state **out, const amp_system *system, const char *path) {
     intptr_t file;
     int64_t size;
@@ -14071,10 +14102,12 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
 }
 
 /* ==== 7 >>masks: implementation ====
-   A mask is written once: others that need it meanwhile wait.  Writing, allocating and freeing run without the lock. */
+   A mask is written once.  Threads that need it at that time wait until it is written.  Writing, allocating and freeing
+   run without the context's lock.  .writing of an entry is set from ampi_mask_claim to ampi_mask_written, and its .data
+   is NULL until then. */
 
-/* 1: this thread is writing a copy or a mask, and calls from within, for example from the host's allocator: it must not
-   wait.  Called with the lock held. */
+/* Whether this thread is writing a cached copy or a mask, and so this is a call from within, for example from the
+   program's allocator.  It must not wait for another entry then.  Called with the lock held. */
 static int ampi_is_writing(const amp_context *amp) {
     pthread_t me = pthread_self();
     int64_t i;
@@ -14114,7 +14147,7 @@ static void ampi_reads_mask(ampi_places *s, const amp_mask *m, int64_t batch, in
             ->align = 1;
 }
 
-/* Whether the sequences' masks may differ. */
+/* Whether the masks of the sequences may differ. */
 static int ampi_mask_per_batch(const amp_mask *m) {
     return m->lengths || m->documents || m->kind == AMP_MASK_PREFIX ||
            (m->kind == AMP_MASK_ARBITRARY && m->allowed_batch_stride != 0);
@@ -14141,7 +14174,8 @@ static amp_result ampi_mask_check(const amp_mask *m, int64_t batch, int64_t quer
     return AMP_OK;
 }
 
-/* The key: eight numbers, then the arrays.  Returns its size; out NULL: only that. */
+/* Writes the key of a mask, which is eight numbers and then the arrays, and returns its size.  If out is NULL, it only
+   returns the size. */
 static int64_t ampi_mask_key(const amp_mask *m, int64_t batch, int64_t queries, int64_t keys, amp_dtype dtype,
                              uint8_t *out) {
     int64_t numbers[8], n = (int64_t)sizeof numbers, b;
@@ -14177,7 +14211,7 @@ static uint64_t ampi_mask_hash(const uint8_t *key, int64_t n) {        /* FNV-1a
     return hash;
 }
 
-/* Writes a row of 0 and 1. */
+/* Writes a row of the mask, 1 where the key is seen and 0 where it is hidden. */
 static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int64_t queries, int64_t keys,
                                 uint8_t *row) {
     int64_t position = query + keys - queries, j;
@@ -14192,7 +14226,7 @@ static void ampi_mask_write_row(const amp_mask *m, int64_t b, int64_t query, int
     }
 }
 
-/* The row in its dtype: 0 where seen, -inf where hidden. */
+/* Converts such a row to numbers that are added to scores: 0 where seen, -inf where hidden. */
 static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype, void *out) {
     int64_t j;
     for (j = 0; j < keys; j++) {
@@ -14201,7 +14235,7 @@ static void ampi_mask_add_row(const uint8_t *row, int64_t keys, amp_dtype dtype,
     }
 }
 
-/* Writes all rows to the device, waiting for each if the host cannot write there itself. */
+/* Writes all rows to the device.  If the CPU cannot write to its memory, it waits for the copy of each row. */
 static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                   amp_dtype dtype, void *data) {
     int64_t size = (int64_t)amp_dtype_size(dtype), b, i;
@@ -14226,11 +14260,13 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
     return result;
 }
 
-/* What amp_mask_cache_drop (KIND), amp_mask_cache_clear (ANY) and the limit (OLDEST) free. */
+/* Which masks are freed: those of a kind (amp_mask_cache_drop), any (amp_mask_cache_clear), or the oldest while the
+   limit is exceeded. */
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
-/* Frees the least recently used mask that is not held; 0: there is none.  OLDEST: only while `more` bytes do not fit
-   under the limit. */
+/* Frees the least recently used mask that is not in use, and returns 1.  Returns 0 if there is none.  With OLDEST it
+   also returns 0 if `more` bytes fit under the limit.  Nothing is freed while there are captured graphs, because they
+   may use it. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -14254,7 +14290,7 @@ static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_ki
     return oldest >= 0;
 }
 
-/* The index of the mask with this key; n_masks: none.  Called with the lock held. */
+/* The index of the mask with e's key, or n_masks if there is none.  Called with the lock held. */
 static int64_t ampi_mask_at(const amp_context *amp, const ampi_mask_entry *e) {
     int64_t i;
     for (i = 0; i < amp->n_masks; i++) {
@@ -14278,7 +14314,8 @@ static void ampi_masks_hear(amp_context *amp, ampi_notice notice, uint64_t id) {
     for (i = 0; i < amp->n_masks; i++) ampi_free(&amp->system, amp->masks[i].key, amp->masks[i].key_bytes, 1);
 }
 
-/* Finds the mask with e's key and marks it in use, or adds e: then e->writing is 1 and the entry owns the key. */
+/* Finds the mask with e's key, or adds an entry for it.  Marks the mask as in use.  If it was added, e->writing is 1,
+   the caller must write the mask, and the entry owns the key. */
 static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     ampi_mask_entry *at;
     int64_t i;
@@ -14311,7 +14348,7 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
     return AMP_OK;
 }
 
-/* Writes a claimed mask; batch is 1 if all sequences share it. */
+/* Allocates and writes the mask of an entry that ampi_mask_claim added.  batch is 1 if all sequences share it. */
 static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t batch, int64_t queries, int64_t keys,
                                  amp_dtype dtype, ampi_mask_entry *e) {
     size_t bytes = 0;
@@ -14323,7 +14360,7 @@ static amp_result ampi_mask_make(amp_context *amp, const amp_mask *m, int64_t ba
     return ampi_mask_write(amp, m, batch, queries, keys, dtype, e->data);
 }
 
-/* The mask is written, or its entry removed if that failed. */
+/* Ends the writing of a mask, and wakes the threads that wait for it.  If it failed, the entry is removed. */
 static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_result result) {
     int64_t i;
     ampi_lock(amp);
@@ -15980,9 +16017,9 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
 }
 
 /* ==== 9 >>operators: implementation ====
-   Each function checks its op struct, asks >>autocast for the plan, and calls the backend. */
+   Each function checks its op struct, gets the plan from >>autocast, and calls the backend. */
 
-/* The tensor as rows x last dimension, if its leading dimensions are evenly strided. */
+/* Converts a tensor to a matrix of rows x last dimension.  Fails unless its leading dimensions are evenly strided. */
 static amp_result ampi_rows(const char *function, const char *field, const amp_tensor *t, amp_mat *out) {
     int last = t->ndim - 1, i, given = 0;
     int64_t rows = 1, expect = 0;
@@ -16014,12 +16051,13 @@ static amp_result ampi_check_same_rows(const char *function, const char *field, 
 
 #if !defined(AMP_NO_OPERATORS)
 
-/* ---- The operators are rows of the table ampi_calls.  Each has two functions: `prepare` checks the op, fills the
-   kernel's arguments and lists the memory read and written; `kernel` calls it.  They share everything else. */
+/* ---- The operators are rows of the table ampi_calls.  Each has two functions.  `prepare` checks the op, fills in the
+   arguments of the kernel, and lists the memory that is read and written.  `kernel` calls the kernel.  The operators
+   share everything else, in ampi_operate. */
 
-/* A linear layer's rows, and what the backward of .act and of .x_act reads; NULL: there is none. */
+/* A linear layer's rows, and the tensors that the backward of .act (kept) and of .x_act (x_kept) reads, or NULL. */
 typedef struct ampi_linear_args { amp_mat x, y, pre, dy, dx; const amp_tensor *kept, *x_kept; } ampi_linear_args;
-/* The products of a matmul: one forward, up to two backward. */
+/* The products of a matmul: one in the forward, up to two in the backward. */
 typedef struct ampi_matmul_args { amp_k_gemm gemms[2]; int32_t n; } ampi_matmul_args;
 typedef struct ampi_linear_loss { amp_mat x, dx; amp_k_cross_entropy loss; } ampi_linear_loss;
 
@@ -16027,10 +16065,10 @@ typedef struct ampi_call {
     amp_context *amp;
     const char *f;                  /* the public function */
     void *op;
-    int32_t id, backward, bad;      /* bad: 1 + the first label or id out of range */
+    int32_t id, backward, bad;      /* bad: 1 + the first row whose label or id is out of range; 0: none */
     amp_dtype inputs[2];            /* set by `prepare`, for the plan */
     amp_param *params[2];
-    amp_plan plan;                  /* known to `kernel` alone */
+    amp_plan plan;                  /* set after `prepare`, before `kernel` */
     ampi_places at;
     union {
         ampi_linear_args linear; ampi_matmul_args matmul; amp_k_attention attention;
@@ -16041,13 +16079,13 @@ typedef struct ampi_call {
     } k;
 } ampi_call;
 
-/* A plan is 0 or written by a forward; any other value means that the op was never zeroed. */
+/* Whether a plan shows that the op was never zeroed.  Otherwise it is 0, or what a forward wrote. */
 static int ampi_plan_is_garbage(const amp_plan *p) {
     return (uint32_t)p->compute > AMP_FP8 || (uint32_t)p->result > AMP_I64 || (uint32_t)p->rule > AMP_BY_LEVEL ||
            (uint32_t)p->mode > AMP_MODE_INFERENCE || (uint32_t)p->captured > 1 || (uint32_t)p->saturate > 1;
 }
 
-/* Begins every call with an op.  plan: its offset in the op. */
+/* Makes the first checks of every call with an op.  plan: its offset in the op. */
 static amp_result ampi_op_begin(const char *function, const amp_context *amp, const void *op, size_t plan) {
     AMPI_TRY(ampi_need2(function, amp, "amp", op, "op"));
     if (ampi_plan_is_garbage((const amp_plan *)(const void *)((const char *)op + plan)))
@@ -16066,13 +16104,13 @@ static amp_result ampi_check_plan(const char *function, const amp_plan *plan) {
     return AMP_OK;
 }
 
-/* Versions only grow, so their sum changes when one does. */
+/* The sum of the versions of two parameters.  It changes when one of them does, because versions only grow. */
 static uint64_t ampi_versions(const amp_param *a, const amp_param *b) {
     return (a ? a->version : 0) + (b ? b->version : 0);
 }
 
-/* Decides the plan of a forward or, when recomputing, takes the recorded one.  version: of its parameters.  told 1: the
-   operator logs the decision itself. */
+/* Decides the plan of a forward.  When recomputing or replaying, takes the recorded plan instead.  version: that of its
+   parameters.  told 1: the operator logs the decision itself. */
 static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_plan *recorded, uint64_t version,
                                     int told) {
     if (!ampi_is_recomputing(c->amp)) {
@@ -16090,7 +16128,7 @@ static amp_result ampi_plan_forward(ampi_call *c, const char *layer, const amp_p
     return AMP_OK;
 }
 
-/* A tensor that must have the rows of `like`; ampi_optional_rows: if it has data. */
+/* Convert a tensor that must have as many rows as `like`.  ampi_optional_rows does so only if the tensor has data. */
 static amp_result ampi_rows_like(const char *function, const char *field, const amp_tensor *t, const char *other,
                                  const amp_mat *like, amp_mat *out) {
     AMPI_TRY(ampi_rows(function, field, t, out));
@@ -16103,7 +16141,7 @@ static amp_result ampi_optional_rows(const char *function, const char *field, co
     return t->data == NULL ? AMP_OK : ampi_rows_like(function, field, t, other, like, out);
 }
 
-/* A parameter of exactly this shape; cols -1: a vector. */
+/* Fails unless a parameter has exactly this shape.  cols -1: it is a vector. */
 static amp_result ampi_check_weight(const char *function, const char *field, const amp_param *p, int64_t rows,
                                     int64_t cols) {
     const int64_t *have = p->weight.shape;
@@ -16121,13 +16159,14 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
 static const char *ampi_layer_name(const char *layer, const amp_param *p) { return layer ? layer : p ? p->name : NULL; }
 
-/* Where a kernel reports a row out of range: read at once if visible to the host, else at the next wait. */
+/* Where a kernel reports a row that is out of range.  If the CPU can read the backend's memory, it is *here, which is
+   read at once.  Otherwise it is in the context's cells, which are read when the program waits the next time. */
 static int32_t *ampi_bad_row(amp_context *amp, int32_t *here) {
     return amp->backend->host_visible ? here : &amp->cells->bad_row;
 }
 
-/* ---- What casts lose of a product's operands, on the CPU: counts finite numbers that fp16 makes infinite; with a plan
-   that saturates, cuts inputs to the largest finite number. */
+/* ---- What casts lose of a product's operands.  On the CPU, finite numbers that become infinite in fp16 are counted.
+   With a plan that saturates, inputs are cut to the largest finite number of the compute dtype. */
 
 static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
     int64_t rows = i            ? g->trans_b ? g->n : g->k
@@ -16141,14 +16180,14 @@ static amp_tensor ampi_product_operand(const amp_k_gemm *g, int i) {
     return t;
 }
 
-/* Row i of a view. */
+/* The address of row i of a view. */
 static void *ampi_view_row(const amp_tensor *t, int64_t i) {
     int64_t at = 0;
     int d;
     for (d = t->ndim - 2; d >= 0; i /= t->shape[d--]) at += i % t->shape[d] * ampi_stride(t, d);
     return ampi_at_mut(t->data, t->dtype, at);
 }
-/* How many rows of n elements a view has; a contiguous one is one row. */
+/* How many rows a view has, and in *n the elements of a row.  A contiguous view is one row. */
 static int64_t ampi_view_rows(const amp_tensor *t, int64_t *n) {
     int64_t count = amp_tensor_count(t);
     *n = ampi_is_contiguous(t) ? count : t->shape[t->ndim - 1];
@@ -16174,8 +16213,8 @@ static void ampi_cut(void *x, amp_dtype dtype, int64_t n, uint32_t largest) {
     }
 }
 
-/* How many finite numbers of t become infinite in `compute`.  copy: receives t, contiguous, with these cut; may be
-   NULL. */
+/* How many finite numbers of t become infinite in `compute`.  copy, if not NULL, receives a contiguous copy of t with
+   these numbers cut. */
 static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     const amp_convert_desc plain = {AMP_ROUND_DEFAULT, 0, 0, 0};
     float scratch[AMPI_CONVERT_CHUNK];
@@ -16199,8 +16238,10 @@ static int64_t ampi_beyond(const amp_tensor *t, amp_dtype compute, void *copy) {
     return total;
 }
 
-/* An operand, for messages.  input 0: a gradient, 1: an input, 2: unknown.  copy: its cut copy, or NULL; cut: orders to
-   a device that cuts it.  weight: of the layer, for the first operand; if it is that, for the second. */
+/* An operand of a product, with its name in messages.
+   input: 0 for a gradient, 1 for an input, 2 if that is not known.
+   copy: the copy that was cut, or NULL.  cut: how a device must cut the operand.
+   weight: in the first operand, the weight of the layer.  In the second, the same if the operand is that weight. */
 typedef struct ampi_input {
     const char *name, *layer; int input, no_fp8; void *copy; amp_k_cut cut; amp_param *weight;
 } ampi_input;
@@ -16219,14 +16260,14 @@ static const amp_k_cut *ampi_input_there(const amp_context *amp, const char *f, 
                                          amp_dtype dtype) {
     uint32_t largest = ampi_traits(compute)->largest;
     if (in->input == 0 || dtype == compute || dtype == AMP_F16) return NULL;
-    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* a number of its own dtype */
+    in->cut.largest = dtype == AMP_BF16 ? largest & 0xffff0000u : largest;      /* a number that dtype has */
     in->cut.beyond = largest + (largest & (0u - largest)) / 2;     /* from half a step beyond, it rounds to infinity */
     in->cut.count = &amp->cells->cut; in->cut.last = &amp->cells->cut_last;
     in->cut.note = ampi_input_at(f, in, compute);
     return &in->cut;
 }
 
-/* If an operand needs cutting, makes a cut copy, which *t becomes; free in->copy. */
+/* If an operand must be cut, makes a cut copy of it, which *t becomes.  The caller frees in->copy. */
 static amp_result ampi_input_cut(amp_context *amp, const char *f, ampi_input *in, amp_dtype compute, amp_tensor *t) {
     int64_t count = in->input == 0 ? 0 : ampi_beyond(t, compute, NULL);
     amp_k_cut_note note;
@@ -16253,7 +16294,8 @@ static void ampi_product_done(amp_context *amp, const ampi_input *in) {
     amp_free(amp, in[1].copy);
 }
 
-/* Cuts a product's operands before anything is written.  Call ampi_product_done even after a failure. */
+/* Cuts the operands of a product, before anything is written.  ampi_product_done must be called also after a
+   failure. */
 static amp_result ampi_product_ready(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input *in, int32_t saturate) {
     int i;
     for (i = 0; i < 2 && saturate && g->c != NULL && g->k > 0 && !ampi_is_0(g->alpha); i++) {
@@ -16296,13 +16338,13 @@ static amp_result ampi_product_run(amp_context *amp, const char *f, const amp_k_
     return AMP_OK;
 }
 
-/* The operands of a product.  input: of both. */
+/* Fills in the operands of a product.  input: that of both. */
 static void ampi_product_inputs(ampi_input in[2], const char *a, const char *b, int input) {
     memset(in, 0, 2 * sizeof *in);
     in[0].name = a; in[1].name = b;
     in[0].input = in[1].input = input;
 }
-/* All three for one product. */
+/* Calls ampi_product_ready, _run and _done for one product. */
 static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm *g, ampi_input in[2],
                                     int32_t saturate) {
     amp_result result = ampi_product_ready(amp, f, g, in, saturate);
@@ -16345,8 +16387,8 @@ static amp_result ampi_linear_fp8(amp_context *amp, const char *f, const amp_par
     return AMP_OK;
 }
 
-/* The weight as the right operand: packed if that helps, or cast once until it changes.  Release with
-   ampi_cache_put(*held). */
+/* Makes the weight the right operand of a product.  It is packed if that helps, or cast once until it changes.  The
+   caller releases it by ampi_cache_put(*held). */
 static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_kind kind, const amp_plan *plan,
                                      amp_k_gemm *g, const void **held, ampi_cache_use *use) {
     amp_k_pack pack;
@@ -16354,7 +16396,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     *use = AMPI_CACHE_UNUSED;
     g->b = w->weight.data;
     g->b_dtype = w->weight.dtype;
-    /* a device cuts it while casting */
+    /* A device cuts it while it casts it. */
     if (g->compute == AMP_F32 || (plan->saturate && !amp->backend->host_visible)) return AMP_OK;
     ampi_pack_args(w, g->compute, kind, NULL, &pack);
     pack.repeated = 1;
@@ -16369,7 +16411,7 @@ static amp_result ampi_linear_weight(amp_context *amp, amp_param *w, ampi_pack_k
     return AMP_OK;
 }
 
-/* A 16-bit copy of the bias, if the kernels may need it; released like the weight. */
+/* Makes a 16-bit copy of the bias, if the kernels may need it.  It is released like the weight. */
 static amp_result ampi_linear_bias(amp_context *amp, amp_param *bias, amp_k_gemm *g) {
     ampi_cache_use use;
     if (bias == NULL || amp->backend->host_visible || bias->weight.dtype != AMP_F32 || g->c_dtype == AMP_F32)
@@ -16426,8 +16468,8 @@ static amp_result ampi_linear_activation_backward(amp_context *amp, const char *
     return ampi_as(f, (amp->backend->activation_backward)(amp->dev, &a, amp->desc.stream));
 }
 
-/* What the backward of .act reads, or with of_x that of .x_act: the activation's input.  RELU can do with its output:
-   relu(x) > 0 if and only if x > 0. */
+/* What the backward of .act reads, or with of_x that of .x_act.  It is the input of the activation.  For RELU the
+   output is enough, because relu(x) > 0 if and only if x > 0. */
 static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int of_x, const amp_tensor **in) {
     amp_activation_kind act = of_x ? op->x_act : op->act;
     const amp_tensor *pre = of_x ? &op->x_pre : &op->pre, *y = of_x ? &op->x : &op->y, *d = of_x ? &op->dx : &op->dy;
@@ -16445,7 +16487,7 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
                      amp_dtype_name(d->dtype), name, amp_dtype_name((*in)->dtype));
 }
 
-/* Reserves the scratch memory of several products before the first writes. */
+/* Reserves the scratch memory of several products, before the first of them writes. */
 static amp_result ampi_gemm_reserve(amp_context *amp, const char *f, amp_k_gemm *gemms, int64_t n) {
     return amp->backend->gemm_reserve ? ampi_as(f, (amp->backend->gemm_reserve)(amp->dev, gemms, n)) : AMP_OK;
 }
@@ -16453,7 +16495,7 @@ static void ampi_gemm_release(amp_context *amp, const amp_k_gemm *gemms) {
     if (gemms->scratch != NULL) (amp->backend->gemm_release)(amp->dev, gemms);
 }
 
-/* bias: its gradient is computed too; NULL: none. */
+/* The product for the gradient of the weight.  If bias is not NULL, its gradient is computed too. */
 static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_mat *x, const amp_mat *dy,
                                            const amp_param *bias) {
     const amp_param *w = op->weight;
@@ -16473,7 +16515,7 @@ static amp_k_gemm ampi_linear_dweight_args(const amp_linear_op *op, const amp_ma
     return g;
 }
 
-/* The bias gradient; no columns: not wanted. */
+/* The sum for the gradient of the bias.  It has no columns if that is not wanted. */
 static amp_k_column_sum ampi_dbias_args(const amp_param *bias, const amp_mat *dy) {
     amp_k_column_sum s;
     memset(&s, 0, sizeof s);
@@ -16491,7 +16533,7 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
     return AMP_OK;
 }
 
-/* dx: no data: it is not wanted. */
+/* The product for the gradient of x.  dx without data means that it is not wanted. */
 static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
     amp_k_gemm g;
     memset(&g, 0, sizeof g);
@@ -16503,7 +16545,7 @@ static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy
     g.alpha = 1; g.compute = op->plan.compute;
     return g;
 }
-/* Its weight.  Release it with ampi_cache_put(*held). */
+/* Sets the weight of that product.  The caller releases it by ampi_cache_put(*held). */
 static amp_result ampi_linear_dx_weight(amp_context *amp, const char *f, const amp_linear_op *op, amp_k_gemm *g,
                                         amp_k_fp8 fp8[2], const void **held) {
     ampi_cache_use use;
@@ -16523,14 +16565,15 @@ static amp_result ampi_linear_dx_act(const amp_context *amp, const char *f, cons
     return AMP_OK;
 }
 
-/* What a linear layer's backward calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for x. */
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, and gemms[1]
+   for x.  along: the bias if gemms[0] computes its gradient too, or NULL. */
 typedef struct ampi_linear_calls {
     amp_k_gemm gemms[2]; amp_k_column_sum sum; amp_param *along;
     ampi_input in[2][2];
     amp_k_fp8 fp8[2][2];
 } ampi_linear_calls;
 
-/* Each gradient is marked as soon as it is there: ranks then send it while the next is computed. */
+/* Marks each gradient as soon as it is complete, so that ranks can exchange it while the next is computed. */
 static amp_result ampi_linear_run(ampi_call *c, const ampi_linear_calls *calls) {
     amp_linear_op *op = (amp_linear_op *)c->op;
     const ampi_linear_args *k = &c->k.linear;
@@ -16628,7 +16671,7 @@ static amp_result ampi_linear_kernel(ampi_call *c) {
 
 /* ---- Batched matmul */
 
-/* An operand of a batched product: evenly spaced matrices. */
+/* An operand of a batched product, which is evenly spaced matrices. */
 typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, rows, cols, ld, stride; } ampi_operand;
 
 static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
@@ -16660,7 +16703,7 @@ static amp_result ampi_batched_check(const char *f, const ampi_operand *a, int t
                      (long long)c->batch, (long long)c->rows, (long long)c->cols);
 }
 
-/* *out: c = alpha op(a) op(b), shapes checked; without .compute. */
+/* *out becomes the product c = alpha op(a) op(b), with its shapes checked, but without .compute. */
 static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int trans_a, const ampi_operand *b,
                                     int trans_b, const ampi_operand *c, float alpha, amp_k_gemm *out) {
     amp_k_gemm g;
@@ -16676,8 +16719,8 @@ static amp_result ampi_batched_gemm(const char *f, const ampi_operand *a, int tr
     return AMP_OK;
 }
 
-/* The products of the backward.  With y = op(a) op(b): d op(a) = dy op(b)^T and d op(b) = op(a)^T dy; these transposed
-   for a transposed operand. */
+/* The products of the backward.  With y = op(a) op(b), d op(a) = dy op(b)^T and d op(b) = op(a)^T dy.  For a transposed
+   operand the result is transposed. */
 static amp_result ampi_matmul_prepare_backward(ampi_call *c, const ampi_operand *a, const ampi_operand *b) {
     const amp_matmul_op *op = (const amp_matmul_op *)c->op;
     ampi_matmul_args *k = &c->k.matmul;
@@ -16749,7 +16792,8 @@ static amp_result ampi_matmul_kernel(ampi_call *c) {
 
 /* ---- The BLAS-shaped GEMM */
 
-/* A BLAS matrix of `lines` lines, `ld` elements apart, must fit into memory: sizes and offsets are computed from it. */
+/* Fails if a BLAS matrix of `lines` lines, `ld` elements apart, is larger than any memory.  Sizes and offsets that are
+   computed from these numbers then do not overflow. */
 static amp_result ampi_gemm_reach(const char *name, int64_t lines, int64_t ld) {
     if (lines == 0 || ld <= (int64_t)AMPI_STRIDES_MOST / lines) return AMP_OK;
     return ampi_fail(AMP_ERR_SIZE, "amp_gemm",
@@ -16787,7 +16831,7 @@ static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_
     return AMP_OK;
 }
 
-/* A BLAS matrix as a view. */
+/* A view of a BLAS matrix. */
 static amp_tensor ampi_gemm_view(const void *data, amp_dtype dtype, int row_major, int64_t rows, int64_t cols,
                                  int64_t ld) {
     amp_tensor t = amp_tensor2(data, dtype, row_major ? rows : cols, row_major ? cols : rows);
@@ -16812,12 +16856,12 @@ static amp_result ampi_gemm_aligned(const void *a, const void *b, const void *c,
     return ampi_check_aligned("amp_gemm", "c", (uintptr_t)c, size);
 }
 
-/* Bytes from the first to the last element of lines `ld` apart. */
+/* The bytes from the first to the last element of lines that are `ld` elements apart. */
 static size_t ampi_gemm_span(int64_t lines, int64_t length, int64_t ld) {
     return (((size_t)lines - 1) * (size_t)ld + (size_t)length) * sizeof(float);
 }
 
-/* Warns once of a product that a 16-bit context computes in fp32 for lack of a region. */
+/* Warns once if a 16-bit context computes a product in fp32 because there is no region. */
 static void ampi_gemm_outside(amp_context *amp, amp_dtype compute) {
     amp_dtype dtype = amp->desc.autocast_dtype;
     if ((dtype != AMP_F16 && dtype != AMP_BF16) || amp->desc.disable || amp->desc.gemm_always ||
@@ -16839,7 +16883,7 @@ static amp_result ampi_gemm_decide(const amp_context *amp, amp_plan *plan) {
     return AMP_OK;
 }
 
-/* Column major is row major with everything transposed: C^T = op(B)^T op(A)^T. */
+/* A product in column major is the same as one in row major with everything transposed: C^T = op(B)^T op(A)^T. */
 AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a, amp_trans trans_b,
                             int64_t m, int64_t n, int64_t k, float alpha, const float *a, int64_t lda,
                             const float *b, int64_t ldb, float beta, float *c, int64_t ldc) {
@@ -16855,7 +16899,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     if (m == 0 || n == 0) return AMP_OK;
     AMPI_TRY(ampi_need("amp_gemm", c, "c"));
     if (k > 0) AMPI_TRY(ampi_need2("amp_gemm", a, "a", b, "b"));
-    if (k == 0) a = b = c;          /* not read; kernels do no arithmetic on NULL */
+    if (k == 0) a = b = c;          /* they are not read, but kernels must not do arithmetic on NULL */
     else if (!ampi_is_apart(a, swap == ta ? ampi_gemm_span(m, k, lda) : ampi_gemm_span(k, m, lda), c, bytes) ||
              !ampi_is_apart(b, swap == tb ? ampi_gemm_span(k, n, ldb) : ampi_gemm_span(n, k, ldb), c, bytes))
         AMPI_TRY(ampi_gemm_places(AMP_F32, !swap, ta, tb, m, n, k, a, lda, b, ldb, c, ldc));
@@ -16876,7 +16920,7 @@ AMP_API amp_result amp_gemm(amp_context *amp, amp_order order, amp_trans trans_a
     return ampi_as("amp_gemm", (amp->backend->gemm)(amp->dev, &g, amp->desc.stream));
 }
 
-/* Converts rows `ld` apart into contiguous rows of n. */
+/* Converts rows that are `ld` elements apart to contiguous rows of n elements. */
 static void ampi_gemm_narrow(float *dst, const double *src, int64_t ld, int64_t rows, int64_t n) {
     int64_t i;
     if (ld == n) { n *= rows; rows = rows > 0; }
@@ -16971,7 +17015,8 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     return AMP_OK;
 }
 
-/* ampi_product_ready for q, k and v, but counts at once: the result hides a key at -inf.  in[3]: d_o, backward only. */
+/* Does for q, k and v what ampi_product_ready does for a product.  It counts before the call, because the result does
+   not show a key at -inf.  in[3] is d_o, and is used in backward only. */
 static amp_result ampi_attention_ready(amp_context *amp, const char *f, const amp_attention_op *op, amp_k_attention *k,
                                        ampi_input in[4], int32_t saturate) {
     static const char *const names[4] = {"q", "k", "v", "d_o"};
@@ -17130,7 +17175,7 @@ static amp_result ampi_norm_kernel(ampi_call *c) {
 
 /* ---- Softmax */
 
-/* A contiguous tensor with n elements and, unless DEFAULT, this dtype. */
+/* Fails unless a tensor is contiguous, has n elements and, if dtype is not DEFAULT, has that dtype. */
 static amp_result ampi_check_flat(const char *f, const char *field, const amp_tensor *t, int64_t n, amp_dtype dtype) {
     AMPI_TRY(ampi_check_tensor(f, field, t));
     if (!ampi_is_contiguous(t)) return ampi_fail(AMP_ERR_SHAPE, f, ".%s must be contiguous", field);
@@ -17143,7 +17188,7 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
-/* Contiguous tensors as [batch, heads, queries, keys]; missing leading dimensions are 1. */
+/* Takes contiguous tensors as [batch, heads, queries, keys].  Leading dimensions that are missing are 1. */
 static amp_result ampi_softmax_prepare(ampi_call *c) {
     const amp_softmax_op *op = (const amp_softmax_op *)c->op;
     amp_k_softmax *k = &c->k.softmax;
@@ -17263,7 +17308,7 @@ static amp_result ampi_swiglu_prepare(ampi_call *c) {
     ampi_reads(at, ".dy", &op->dy);
     ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
     ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
-    /* the same bias may take both sums */
+    /* One bias may receive both sums. */
     if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);
     return AMP_OK;
 }
@@ -17289,7 +17334,7 @@ static amp_result ampi_check_loss(const char *f, float factor, amp_reduction red
     return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)reduction);
 }
 
-/* All but the logits, whose size k has. */
+/* Sets all arguments but the logits.  Their size must be in k already. */
 static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_op *op, amp_k_cross_entropy *k) {
     ampi_places *at = &c->at;
     const char *f = c->f;
@@ -17369,20 +17414,21 @@ static amp_result ampi_mse_kernel(ampi_call *c) {
     return (c->amp->backend->mse)(c->amp->dev, &c->k.mse, c->amp->desc.stream);
 }
 
-/* ---- Linear and cross-entropy in one: for each chunk of rows its logits, their loss and gradient, and what the two
-   products of backward make of that.  All of it happens in the forward call, where the gradient's scale is known: a
-   backward of its own would take the product of the logits a second time. */
+/* ---- Linear and cross-entropy in one.  For each chunk of rows, the logits are computed, then their loss and gradient,
+   then the two products of the backward.  All of that is done in the forward call, where the scale of the gradient is
+   known.  A separate backward would have to compute the product for the logits a second time. */
 
 enum { AMPI_CHUNK_BYTES = 64 << 20, AMPI_CHUNK_UNIT = 64 };
 
-/* gemms: the logits, the gradient of the weight, that of x; of all rows until a chunk takes its own. */
+/* gemms: the products for the logits, the gradient of the weight, and that of x.  They are for all rows here;
+   ampi_chunk_gemms makes those of a chunk. */
 typedef struct ampi_chunks {
     amp_k_gemm gemms[3];
     ampi_input in[3][2];
     amp_k_cross_entropy loss;
     amp_k_column_sum dbias;
-    const void *held[2];            /* weights in use */
-    int64_t rows, most;             /* all, and of a chunk */
+    const void *held[2];            /* the weights in use, for ampi_cache_put */
+    int64_t rows, most;             /* of all, and the most of a chunk */
     char *memory;
     size_t bytes;
     void *sums[2];                  /* fp32 sums of weight and bias; NULL: none are needed */
@@ -17421,7 +17467,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     return ampi_cross_entropy_args(c, &loss, &k->loss);
 }
 
-/* Memory of one call. */
+/* Allocates memory for one call. */
 static amp_result ampi_scratch(amp_context *amp, void **ptr, size_t bytes) {
     if (amp->backend->scratch == NULL) return amp_alloc(amp, ptr, (int64_t)bytes);
     return (amp->backend->scratch)(amp->dev, ptr, bytes);
@@ -17431,7 +17477,8 @@ static void ampi_scratch_release(amp_context *amp, void *ptr, size_t bytes) {
     else if (ptr != NULL) (amp->backend->scratch_release)(amp->dev, ptr, bytes);
 }
 
-/* Rows of a chunk: what was asked for, or chunks of about the same size, of at most AMPI_CHUNK_BYTES. */
+/* The rows of a chunk: as many as were asked for, or so many that the chunks have about the same size, of at most
+   AMPI_CHUNK_BYTES. */
 static int64_t ampi_chunk_rows(int64_t rows, int64_t wanted, int64_t row_bytes) {
     int64_t most = wanted ? wanted : AMPI_MAX(AMPI_CHUNK_BYTES / AMPI_MAX(row_bytes, 1), 1), unit = 1, chunks;
     if (wanted || most >= rows) return AMPI_MIN(most, rows);
@@ -17440,7 +17487,8 @@ static int64_t ampi_chunk_rows(int64_t rows, int64_t wanted, int64_t row_bytes) 
     return ((rows + chunks - 1) / chunks + unit - 1) / unit * unit;
 }
 
-/* Where a chunk's logits and their gradient are, the losses, and fp32 sums of gradients in 16 bits. */
+/* Allocates memory for a chunk's logits and their gradient, for the losses, and for fp32 sums of gradients that are in
+   16 bits. */
 static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted, int gradient) {
     amp_mat *logits = &s->loss.logits, *d = &s->loss.dlogits;
     amp_dtype compute = c->plan.compute;
@@ -17452,14 +17500,14 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
     logits->ld = (logits->cols + 15) / 16 * 16;
     if (gradient) {
         *d = *logits;
-        /* the products would round it to that anyway; the bias's sums would not */
+        /* The products would round it to that in any case.  The sums for the bias would not. */
         if (logits->dtype == AMP_F32 && (compute == AMP_F16 || compute == AMP_BF16) && !ampi_wants_grad(p[1]))
             d->dtype = compute;
         if (d->dtype != logits->dtype) d_size = (int64_t)amp_dtype_size(d->dtype);
     }
     AMPI_TRY(ampi_bytes(c->f, logits->ld, (size_t)(size + d_size), &all));
     s->most = ampi_chunk_rows(s->rows, wanted, (int64_t)all);
-    AMPI_TRY(ampi_bytes(c->f, s->most, all, &all));             /* so that the parts fit too */
+    AMPI_TRY(ampi_bytes(c->f, s->most, all, &all));             /* fails if the sizes below would overflow */
     bytes[0] = (size_t)(s->most * logits->ld * size);
     bytes[1] = (size_t)(s->most * logits->ld * d_size);
     if (s->loss.losses == NULL) AMPI_TRY(ampi_bytes(c->f, s->rows, sizeof(float), &bytes[2]));
@@ -17477,7 +17525,7 @@ static amp_result ampi_chunks_place(ampi_call *c, ampi_chunks *s, int64_t wanted
     return AMP_OK;
 }
 
-/* The products, as amp_linear and amp_linear_backward take them. */
+/* Sets up the products, as amp_linear and amp_linear_backward do. */
 static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char *layer, int gradient) {
     const ampi_linear_loss *k = &c->k.linear_cross_entropy;
     amp_linear_op op;
@@ -17511,7 +17559,8 @@ static amp_result ampi_chunks_products(ampi_call *c, ampi_chunks *s, const char 
     return AMP_OK;
 }
 
-/* Those of a chunk: rows from `first` on of x and dx; sums go on from the chunk before. */
+/* The products of a chunk, for the rows of x and dx from `first` on.  The gradient of the weight is added to that of
+   the chunks before. */
 static void ampi_chunk_gemms(const ampi_chunks *s, int64_t first, amp_k_gemm *g) {
     int64_t rows = AMPI_MIN(s->rows - first, s->most);
     memcpy(g, s->gemms, sizeof s->gemms);
@@ -17536,7 +17585,8 @@ static amp_result ampi_chunk_run(ampi_call *c, const ampi_chunks *s, int64_t fir
     return g[2].c != NULL ? ampi_product_run(amp, c->f, &g[2], s->in[2]) : AMP_OK;
 }
 
-/* The scratch memory of the products is that of the first chunk and of the last, which may be smaller. */
+/* Runs all chunks.  The scratch memory of the products is reserved for the first chunk and for the last, which may be
+   smaller. */
 static amp_result ampi_chunks_run(ampi_call *c, const ampi_chunks *s) {
     amp_k_gemm g[6];
     int64_t first = 0, last = s->most > 0 ? (s->rows - 1) / s->most * s->most : 0;
@@ -17558,7 +17608,7 @@ static amp_result ampi_chunks_run(ampi_call *c, const ampi_chunks *s) {
     return result;
 }
 
-/* The fp32 sums become the 16-bit gradient, or are added to it, with one rounding. */
+/* Makes the fp32 sums the 16-bit gradient, or adds them to it, with one rounding. */
 static amp_result ampi_chunks_fold(ampi_call *c, const ampi_chunks *s) {
     amp_k_add k;
     int i;
@@ -17711,7 +17761,7 @@ static amp_result ampi_rope_positions(const char *f, const amp_rope_op *op, amp_
     if (t->data == NULL) return AMP_OK;
     if (t->dtype != AMP_I32)
         return ampi_fail(AMP_ERR_DTYPE, f, ".positions is %s, must be i32", amp_dtype_name(t->dtype));
-    like.dtype = AMP_F32;           /* of the same size, and a storage dtype */
+    like.dtype = AMP_F32;           /* a storage dtype of the same size, for the check */
     AMPI_TRY(ampi_check_tensor(f, "positions", &like));
     if ((t->ndim != 1 && (t->ndim != 2 || t->shape[0] != k->batch)) || t->shape[t->ndim - 1] != k->positions)
         return ampi_fail(AMP_ERR_SHAPE, f, ".positions is %s, must be [%lld] or [%lld, %lld]",
@@ -17722,7 +17772,8 @@ static amp_result ampi_rope_positions(const char *f, const amp_rope_op *op, amp_
     return AMP_OK;
 }
 
-/* q or k, with as many heads as it has, and what is turned: itself, or in backward its gradient. */
+/* Takes q or k, which may have different numbers of heads.  What is rotated is q or k itself, or in backward its
+   gradient. */
 static amp_result ampi_rope_tensor(ampi_call *c, int which, const amp_tensor *t, const amp_tensor *gradient) {
     static const char *const fields[2][2] = {{".q", ".k"}, {".dq", ".dk"}};
     const amp_rope_op *op = (const amp_rope_op *)c->op;
@@ -17778,12 +17829,12 @@ static amp_result ampi_rope_kernel(ampi_call *c) {
     return (c->amp->backend->rope)(c->amp->dev, &c->k.rope, c->amp->desc.stream);
 }
 
-/* ---- Calls.  A row: the offsets in the op struct, which begins with .layer, of the plan and up to two parameters (0:
-   none); the bytes of its part of ampi_call.k; its traits; the operator's functions.  amp_gemm is no row: it has no op
-   struct, and as a drop-in for sgemm it must cost no more than one. */
+/* ---- Calls.  A row has the offsets in the op struct of the plan and of up to two parameters (0: none), the bytes of
+   the operator's part of ampi_call.k, its traits, and its functions.  Every op struct begins with .layer.  amp_gemm has
+   no row, because it has no op struct, and because as a drop-in for sgemm it must cost no more than that. */
 
 /* NAMED: the first parameter names a layer without a name.  REPORTS: `kernel` itself logs the decision, with its use of
-   the cast cache, and marks each gradient as soon as it is there. */
+   the cast cache, and marks each gradient as soon as it is complete. */
 enum { AMPI_NAMED = 1, AMPI_REPORTS = 2 };
 
 typedef struct ampi_operator {
@@ -17958,7 +18009,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
 
 #endif /* AMP_NO_OPERATORS */
 
-/* Records <prefix>.random and <prefix>.rank. */
+/* Writes the records <prefix>.random and <prefix>.rank. */
 AMP_API amp_result amp_random_save(const amp_context *amp, amp_state *state, const char *prefix) {
     int64_t values[2], rank[2];
     char key[AMPI_STATE_KEY];
@@ -17995,7 +18046,7 @@ AMP_API amp_result amp_random_load(amp_context *amp, const amp_state *state, con
                          "%d with seed %llu: ranks with different seeds must save separate states", (long long)rank[0],
                          (long long)rank[1], (unsigned long long)values[0], amp->desc.reducer.rank,
                          (unsigned long long)amp->desc.seed);
-    /* the seed is built into graphs, the offset is not */
+    /* Captured graphs contain the seed, but not the offset. */
     if (amp->desc.seed != (uint64_t)values[0]) ampi_settings_changed(amp);
     amp->desc.seed = (uint64_t)values[0];
     amp->random_offset = (uint64_t)values[1];
@@ -18565,14 +18616,15 @@ AMP_API AMPI_COLD amp_result amp_tensor_create(amp_context *amp, amp_tensor *out
 
 /* ==== 10 >>tape: implementation ==== */
 
-/* ---- The tape.  Recording adds a node for each call: its kind, inputs and attributes, and the op struct.  The nodes
-   of the last step stay: while a step repeats them, their shapes and plan hold.  When the graph is complete, it is
-   compiled if it is new: which values want gradients, what is fused, the calls of backward, and the memory of each
-   buffer from the first call that uses it to the last.  A node has one output, its value. */
+/* ---- The tape.  Recording adds a node for each call, with its kind, inputs and attributes, and the op struct.  A node
+   has one output, its value.  The nodes of the last step stay.  While a new step repeats the same calls, their shapes
+   and the compiled graph stay valid.  When all calls are recorded, the graph is compiled if it is new.  Compiling
+   decides which values get gradients, what is fused, and which calls backward makes.  It also gives each buffer its
+   memory, from the first call that uses the buffer to the last. */
 
 enum { AMPI_TAPE_INPUTS = 3, AMPI_NONE = -1, AMPI_AGAIN = -2 };
 
-/* In the order of ampi_tape_rows. */
+/* The kinds of nodes, in the order of ampi_tape_rows. */
 typedef enum ampi_kind {
     AMPI_INPUT, AMPI_ADD, AMPI_SCALE, AMPI_RESHAPE, AMPI_SPLIT, AMPI_TRANSPOSE, AMPI_CONCAT, AMPI_MEAN,
     AMPI_LINEAR, AMPI_MATMUL, AMPI_ATTENTION, AMPI_LAYERNORM, AMPI_RMSNORM, AMPI_SOFTMAX, AMPI_ACTIVATION, AMPI_SWIGLU,
@@ -18580,53 +18632,63 @@ typedef enum ampi_kind {
     AMPI_CUSTOM
 } ampi_kind;
 
-/* Of a kind: LOSS: forward writes the gradient too, a scalar comes out.  VIEW: no call, its value lies in its input's.
-   ANY_DY: takes a gradient of any dtype.  OVER_X, OVER_DY: y may be x, dx may be dy.  FLAT: operands are contiguous.
-   ROWS: operands have evenly strided rows.  NEEDS_DX: backward cannot do without any dx.  X, Y, Z: backward reads the
-   first, second, third input; OUT: the output. */
+/* Flags of a kind.
+   X, Y, Z: backward reads the first, second or third input.
+   OUT: backward reads the output.
+   LOSS: the output is a scalar, and forward writes the gradient of the input too.
+   VIEW: there is no call, because the value lies in the memory of its input.
+   ANY_DY: backward takes a gradient of any dtype, otherwise only one of the output's dtype.
+   OVER_X: forward may write y over x.  OVER_DY: backward may write dx over dy.
+   FLAT: operands must be contiguous.  ROWS: operands must have evenly strided rows.
+   NEEDS_DX: backward needs memory for the gradient of each input, also of those that get none. */
 enum {
     AMPI_X = 1, AMPI_Y = 2, AMPI_Z = 4, AMPI_OUT = 8, AMPI_LOSS = 16, AMPI_VIEW = 32, AMPI_ANY_DY = 64,
     AMPI_OVER_X = 128, AMPI_OVER_DY = 256, AMPI_FLAT = 512, AMPI_NEEDS_DX = 1024, AMPI_ROWS = 2048
 };
 
-/* Where an op struct has a tensor and its gradient; 0: nowhere, as .layer is first. */
+/* The offsets of a tensor and of its gradient in an op struct.  0 means that there is none, because every op struct
+   begins with .layer. */
 typedef struct ampi_port { size_t value, gradient; } ampi_port;
 typedef struct ampi_node ampi_node;
 
 typedef struct ampi_tape_row {
-    int32_t id;                     /* for autocast and ampi_calls; AMP_OP_NONE: it decides nothing */
+    int32_t id;                     /* for autocast and ampi_calls; AMP_OP_NONE: autocast decides nothing */
     const char *name;
     int32_t flags;
-    size_t bytes, plan;             /* of the op struct; 0: none */
+    size_t bytes, plan;             /* of the op struct: its size, and the offset of .plan; 0: there is none */
     ampi_port in[AMPI_TAPE_INPUTS], out;
-    size_t stored[2];               /* pointers to floats that forward writes for backward; of a loss: the output */
+    size_t stored[2];               /* offsets of pointers to floats that forward writes for backward; of a loss, that
+                                       of the output; 0: none */
     amp_result (*shape)(const amp_tape *t, ampi_node *n);
 } ampi_tape_row;
 
-/* What a call said, and autocast decided: compared, byte for byte, with the step before. */
+/* The arguments of a call, and what autocast decided.  The key of a new call is compared, byte for byte, with that of
+   the call at the same place in the step before. */
 typedef struct ampi_call_key {
     int32_t kind, variable;
     int32_t in[AMPI_TAPE_INPUTS], act;
-    int32_t stretch;                /* of amp_tape_checkpoint_begin; 0: none */
-    int32_t trains;                 /* bits: params[0], params[1] want gradients */
+    int32_t stretch;                /* the number of the open checkpoint; 0: none */
+    int32_t trains;                 /* bit k: params[k] wants a gradient */
     amp_param *params[2];
     const char *layer;
-    int64_t size[9];                /* numbers of the call; of an input its shape, stride and dtype */
-    double alpha;                   /* of a loss: its factor, the default filled in */
+    int64_t size[9];                /* numbers of the call; of an input: its shape, stride and dtype */
+    double alpha;                   /* of amp_tape_scale; of a loss: its factor, with the default filled in */
     amp_dtype store; int32_t ndim;
     amp_plan plan;
 } ampi_call_key;
 
-/* What each step reads comes first, and the op struct: of long tapes that is memory from beyond the caches. */
+/* What each step reads comes first, together with the op struct, because the nodes of a long tape do not fit into the
+   caches.  Buffers, gradients and other pieces of memory are numbers of slabs, or AMPI_NONE. */
 struct ampi_node {
     ampi_call_key key;
-    amp_tensor y;                   /* shape, dtype, of a view also strides; data once compiled */
-    const void *data;               /* of an input */
+    amp_tensor y;                   /* the value: shape, dtype, of a view also strides; data once compiled */
+    const void *data;               /* of an input: the program's memory */
     int32_t keep;                   /* 1: amp_tape_keep was called in this step */
     int32_t live[2];                /* grad_live of params before the run */
-    int32_t norm;                   /* of an add: the norm that does it */
-    int32_t stretch;                /* that is computed again: the call's, or what a budget chose */
-    int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs of its gradient, and what it contributes to its inputs' */
+    int32_t norm;                   /* of an add: the norm that computes it, or AMPI_NONE */
+    int32_t stretch;                /* the stretch, to be computed again, that it is in: key.stretch, or what a budget
+                                       chose; 0: none */
+    int32_t grad, dx[AMPI_TAPE_INPUTS];     /* slabs: its gradient, and what it contributes to those of its inputs */
     union {
         amp_linear_op linear; amp_matmul_op matmul; amp_attention_op attention; amp_norm_op norm;
         amp_softmax_op softmax; amp_activation_op activation; amp_swiglu_op swiglu; amp_rope_op rope;
@@ -18634,44 +18696,52 @@ struct ampi_node {
         amp_linear_cross_entropy_op linear_cross_entropy;
         struct { amp_custom_op op; amp_autocast_desc region; } custom;
     } op;
-    int64_t ns[3];                  /* of forward, backward, forward again */
-    int32_t root; int64_t offset;   /* whose memory it is in, and the first element there; itself and 0 */
-    int64_t stored;                 /* floats of each of row->stored */
-    int32_t is_loss;                /* a loss, or a sum or multiple of losses */
-    /* compiled: */
-    int32_t keeps;                  /* `keep` then */
-    int32_t part, best;             /* while a budget chooses: a stretch of the division that is tried; the best one */
-    int64_t held, crossing;         /* and bytes that backward keeps of it; that a cut before it would keep */
-    int32_t users, first;           /* that take it: how many, and the first of them */
+    int64_t ns[3];                  /* nanoseconds of forward, backward, forward again */
+    int32_t root; int64_t offset;   /* of a view: the node whose memory it is in, and its first element there; of other
+                                       nodes: the node itself, and 0 */
+    int64_t stored;                 /* the number of floats of each of row->stored */
+    int32_t is_loss;                /* 1: a loss, or a sum or multiple of losses */
+    /* ampi_tape_compile sets the fields from here on. */
+    int32_t keeps;                  /* `keep` at that time */
+    int32_t part, best;             /* while a budget chooses: its part in the division that is tried; its stretch in
+                                       the best plan so far */
+    int64_t held, crossing;         /* and the bytes that backward keeps of it; those that a cut before it would keep */
+    int32_t users, first;           /* the nodes that read it: how many, and the first of them */
     int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
     int32_t parts;                  /* contributions to its gradient still to come */
-    int32_t whole;                  /* 1: splits take all of it, and nobody else takes any */
+    int32_t whole;                  /* 1: splits divide all of it, and only they contribute to its gradient */
     uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
-    int32_t low;                    /* of a norm, dx in 16 bits; of its branch, that gradient */
-    int32_t buffer, pre, kept[2];
-    int32_t gone;                   /* 1: what takes it writes over it */
-    int32_t escapes, again;         /* in a stretch: a node outside takes its value; it is computed again */
-    int32_t buffer2, pre2, kept2[2];    /* where then */
-    int32_t dsum;
-    double weight;                  /* of is_loss: what it contributes to the loss */
+    int32_t low;                    /* of a norm: the slab of dx in 16 bits; of the branch's layer: the same slab */
+    int32_t buffer, pre, kept[2];   /* slabs of the value, of a linear layer's sums before the activation, and of
+                                       row->stored */
+    int32_t gone;                   /* 1: the node that reads it writes over it */
+    int32_t escapes, again;         /* in a stretch: 1: a node outside reads its value; 1: it is computed again */
+    int32_t buffer2, pre2, kept2[2];    /* the slabs when it is computed again */
+    int32_t dsum;                   /* of a norm: the slab of the gradient that its dx is added to */
+    double weight;                  /* of a node with is_loss: its factor in the loss */
 };
 
 /* A piece of the tape's memory, from the first to the last call that uses it. */
 typedef struct ampi_slab {
     int64_t bytes, offset;
     amp_dtype dtype;
-    int32_t first, last, refs;      /* refs: gradients that it is, not yet read */
-    int32_t whole;                  /* the node whose gradient it is, when splits of that node have theirs in it */
-    int32_t next_first, next_last;  /* others that begin or end with the same call */
+    int32_t first, last, refs;      /* those calls; refs: gradients that lie in it and were not read yet */
+    int32_t whole;                  /* the node whose gradient it is, if the gradients of that node's splits lie in it;
+                                       else AMPI_NONE */
+    int32_t next_first, next_last;  /* the next slab that begins, or ends, with the same call */
 } ampi_slab;
+/* A free piece of the memory. */
 typedef struct ampi_hole { int64_t offset, bytes; } ampi_hole;
 
-/* A call of backward: a node's, or its forward's if .a is AMPI_AGAIN; or y = a + b (b AMPI_NONE: a cast). */
+/* A call of backward.  If there is a node, it is the node's backward, or with AMPI_AGAIN in .a its forward once more.
+   If .node is AMPI_NONE, it is the sum y = a + b of slabs with `count` elements, or with b AMPI_NONE the cast y = a. */
 typedef struct ampi_action { int32_t node, a, b, y; int64_t count; } ampi_action;
-/* A parameter whose gradient is final after call `at` of backward; below 0: after the forward of a loss. */
+/* A parameter whose gradient is final after call `at` of backward.  at below 0: the forward of a loss has written it.
+   k: its place in the node's params, which decides the order of two with the same call. */
 typedef struct ampi_final { amp_param *param; int32_t at, k; } ampi_final;
 
-/* HALF: the forward has run, the backward has not. */
+/* IDLE: there was no step yet.  RECORDING: from amp_tape_begin until the call that runs or plans the step.  HALF: the
+   forward has run, the backward has not.  DONE: the step is running or has ended. */
 typedef enum ampi_tape_state { AMPI_TAPE_IDLE, AMPI_TAPE_RECORDING, AMPI_TAPE_HALF, AMPI_TAPE_DONE } ampi_tape_state;
 enum { AMPI_RUNS = 1, AMPI_TELLS = 2 };
 /* Parts of a step to run. */
@@ -18682,32 +18752,34 @@ struct amp_tape {
     amp_tape_desc desc;
     ampi_tape_state state;
     pthread_t thread;               /* that began the step; changed with the context's lock held */
-    int foreign;                    /* 1: another thread called; changed atomically */
-    int depth;                      /* of regions, the tape's own included */
-    int running;                    /* AMPI_RUNS: calls run, perhaps a callback; AMPI_TELLS: grad_ready runs */
-    int64_t told;                   /* finals before this one have been told */
-    uint32_t stamp;
-    const char *function;           /* the public one that is running */
-    const char *layer;              /* of operators without a weight */
+    int foreign;                    /* 1: another thread made a call during the step; changed atomically */
+    int depth;                      /* the thread's open regions at amp_tape_begin, with the tape's region */
+    int running;                    /* 0: no run; AMPI_TELLS: grad_ready is running; AMPI_RUNS: other parts of a run,
+                                       which may be a custom operator's function */
+    int64_t told;                   /* grad_ready was called for the finals before this one */
+    uint32_t stamp;                 /* of this step, in the high half of its handles */
+    const char *function;           /* the public function that is running */
+    const char *layer;              /* amp_tape_layer's */
     amp_dtype store;                /* amp_tape_store's */
-    int timed;
-    int32_t stretch, stretches;     /* that is open, or 0; so far in this step */
-    amp_result failed; char text[sizeof ampi_error_text];
+    int timed;                      /* amp_tape_time's */
+    int32_t stretch, stretches;     /* the open checkpoint, or 0; the number of checkpoints in this step */
+    amp_result failed; char text[sizeof ampi_error_text];   /* the first failure of this step */
     ampi_node *nodes; int64_t n, node_capacity;
-    int64_t same;                   /* the first so many nodes are as they were compiled */
-    int fresh;                      /* 1: the last node is not */
-    int64_t compiled, loss;         /* nodes of the compiled graph; its loss, or AMPI_NONE */
-    int moved;                      /* an input's data moved */
-    int ran;                        /* this step, without failure */
+    int64_t same;                   /* the first so many nodes repeat the compiled graph */
+    int fresh;                      /* 1: the last node does not */
+    int64_t compiled, loss;         /* the number of nodes of the compiled graph, 0 if there is none; its loss, or
+                                       AMPI_NONE */
+    int moved;                      /* 1: the data of an input moved after the op structs were bound */
+    int ran;                        /* 1: this step has run, without failure */
     ampi_seed seed;                 /* of this step's losses, between the two halves */
     const float *grad_scale;        /* of amp_tape_forward */
     ampi_slab *slabs; int64_t n_slabs, slab_capacity;
     ampi_action *actions; int64_t n_actions, action_capacity;
     ampi_hole *holes; int64_t n_holes, hole_capacity;
     ampi_final *finals; int64_t n_finals, final_capacity;
-    int32_t *begins, *ends; int64_t begin_capacity, end_capacity;
+    int32_t *begins, *ends; int64_t begin_capacity, end_capacity;   /* per call: the first slab of each list */
     char *memory; int64_t memory_bytes;
-    int64_t needed;                 /* by the compiled graph */
+    int64_t needed;                 /* bytes that the plan made last takes */
 };
 
 static amp_tensor *ampi_at_port(ampi_node *n, size_t offset) {
@@ -18727,12 +18799,12 @@ static int64_t ampi_shape_count(const amp_tensor *t) {
 
 /* ---- Shapes */
 
-/* A failure of a call that names its layer. */
+/* Fails with a text that begins with the name of the node's layer. */
 static amp_result ampi_shape_fail(const ampi_node *n, const char *function, amp_result result, const char *text) {
     const char *layer = ampi_node_layer(n);
     return ampi_fail(result, function, "%s%s%s", layer ? layer : "", layer ? ": " : "", text);
 }
-/* Says that two shapes do not fit: of values, or of a value and a parameter. */
+/* Fails because two shapes, of values or parameters, do not fit. */
 static amp_result ampi_shape_misfit(const ampi_node *n, const char *function, const char *a, const amp_tensor *at,
                                     const char *b, const amp_tensor *bt) {
     char text[200], a_text[64], b_text[64];
@@ -18746,7 +18818,7 @@ static int ampi_shape_is_same(const amp_tensor *a, const amp_tensor *b) {
     return a->ndim == b->ndim && memcmp(a->shape, b->shape, sizeof(int64_t) * (size_t)a->ndim) == 0;
 }
 
-/* As its first input, in this dtype, contiguous. */
+/* Gives a node's value the shape of its first input, in this dtype, contiguous. */
 static void ampi_shape_like(const amp_tape *t, ampi_node *n, amp_dtype dtype) {
     n->y = t->nodes[n->key.in[0]].y;
     n->y.data = NULL;
@@ -18763,7 +18835,7 @@ static amp_result ampi_shape_input(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* A vector parameter of `cols`; NULL is one too. */
+/* Checks that a parameter is a vector of `cols` elements, or NULL. */
 static amp_result ampi_shape_vector(const amp_tape *t, const ampi_node *n, const char *name, const amp_param *p,
                                     const amp_tensor *like, int64_t cols) {
     if (p == NULL || (p->weight.ndim == 1 && p->weight.shape[0] == cols)) return AMP_OK;
@@ -18820,7 +18892,7 @@ static amp_result ampi_shape_matmul(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* q [batch, positions, heads dim], k and v [batch, keys, heads or fewer, dim]. */
+/* q is [batch, positions, heads dim]; k and v are [batch, keys, groups dim], where groups divides heads. */
 static amp_result ampi_shape_attention(const amp_tape *t, ampi_node *n) {
     const amp_tensor *q = &t->nodes[n->key.in[0]].y, *k = &t->nodes[n->key.in[1]].y, *v = &t->nodes[n->key.in[2]].y;
     int64_t heads = n->key.size[0], dim = heads > 0 ? q->shape[2] / heads : 0, groups;
@@ -18847,7 +18919,7 @@ static amp_result ampi_shape_rope(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* size: the shape of the ids. */
+/* key.size is the shape of the ids, and key.ndim the number of its dimensions. */
 static amp_result ampi_shape_embedding(const amp_tape *t, ampi_node *n) {
     const amp_param *table = n->key.params[0], *positions = n->key.params[1];
     int32_t d = n->key.ndim;
@@ -18887,7 +18959,7 @@ static amp_result ampi_shape_reshape(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* The elements size[1] to size[1] + size[2] of dimension size[0]. */
+/* A view of size[2] elements of dimension size[0], from element size[1] on. */
 static amp_result ampi_shape_split(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     int64_t dim = n->key.size[0], first = n->key.size[1], count = n->key.size[2];
@@ -18920,7 +18992,7 @@ static amp_result ampi_shape_transpose(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* Along dimension size[0]; of one input: a contiguous copy. */
+/* Joins two inputs along dimension size[0].  With one input it is a contiguous copy. */
 static amp_result ampi_shape_concat(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0), *other = ampi_input_of(t, n, 1);
     int64_t dim = n->key.size[0];
@@ -18936,7 +19008,7 @@ static amp_result ampi_shape_concat(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* Over the last dimension but one. */
+/* The mean over the last dimension but one. */
 static amp_result ampi_shape_mean(const amp_tape *t, ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     if (x->y.ndim < 2)
@@ -18947,7 +19019,8 @@ static amp_result ampi_shape_mean(const amp_tape *t, ampi_node *n) {
     return AMP_OK;
 }
 
-/* size: of y the shape; its dtype; inputs; whether there is a backward; the operator. */
+/* key.size holds the shape of y, then at these places: y's dtype, the number of inputs, whether there is a backward,
+   and the operator's id. */
 enum { AMPI_CUSTOM_DTYPE = 4, AMPI_CUSTOM_COUNT, AMPI_CUSTOM_BACKWARD, AMPI_CUSTOM_OP };
 static amp_result ampi_shape_custom(const amp_tape *t, ampi_node *n) {
     const int64_t *size = n->key.size;
@@ -19021,7 +19094,7 @@ static int ampi_is_norm(const ampi_node *n) { return n->key.kind == AMPI_LAYERNO
 
 /* ---- Recording */
 
-/* Room for one more element; n: in use. */
+/* Makes room for one more element in an array of which n are in use. */
 static amp_result ampi_tape_grow(amp_tape *t, void **array, int64_t n, int64_t *capacity, size_t size) {
     return n < *capacity ? AMP_OK : ampi_grow(t->object.amp, t->function, array, n, capacity, size);
 }
@@ -19060,8 +19133,9 @@ static ampi_call_key ampi_tape_key(ampi_kind kind) {
     return key;
 }
 
-/* Autocast's decision, by the dtypes that the operator itself would decide by.  A norm that computes in fp32 and
-   returns its input's dtype stores the region's: what reads it is a product as a rule, and would round it to that. */
+/* Sets the plan, as autocast decides it from the same dtypes that the operator itself would pass.  A norm to which the
+   region's policy AMP_CAST_FP32_STORE applies stores its result in the region's dtype, not in that of its input.  The
+   reader of a norm is usually a product, which would round it to that dtype anyway. */
 static amp_result ampi_tape_decide(const amp_tape *t, ampi_call_key *key) {
     const amp_context *amp = t->object.amp;
     const amp_autocast_desc *region = ampi_region_of(amp);
@@ -19082,7 +19156,7 @@ static amp_result ampi_tape_decide(const amp_tape *t, ampi_call_key *key) {
     return AMP_OK;
 }
 
-/* Whether amp_tape_store is for this call. */
+/* Whether the dtype of amp_tape_store applies to this call. */
 static int ampi_tape_stores(const amp_tape *t, const ampi_call_key *key) {
     int32_t kind = key->kind;
     if (key->in[0] >= 0 && t->nodes[key->in[0]].is_loss) return 0;
@@ -19091,7 +19165,7 @@ static int ampi_tape_stores(const amp_tape *t, const ampi_call_key *key) {
            kind == AMPI_EMBEDDING || kind == AMPI_DROPOUT;
 }
 
-/* Losses can be added and scaled, no more: what they contribute to the final one is a number known beforehand. */
+/* Losses can only be added and scaled, so that the factor of each in the final loss is known before anything runs. */
 static amp_result ampi_tape_losses(const amp_tape *t, ampi_node *n) {
     int k, losses = 0, others = 0;
     for (k = 0; k < AMPI_TAPE_INPUTS; k++) {
@@ -19148,7 +19222,8 @@ static amp_result ampi_tape_record(amp_tape *t, ampi_call_key *key, const amp_va
     return AMP_OK;
 }
 
-/* Whether a call may be recorded; 0: it failed, now or before. */
+/* Whether a call may be recorded.  It may not if the tape has failed in this step, if it is not recording, or if
+   another thread began the step. */
 static int ampi_tape_ready(amp_tape *t, const char *f) {
     if (t == NULL) { (void)ampi_need(f, NULL, "tape"); return 0; }
     if (ampi_tape_may_record(t, f) != AMP_OK || t->failed != AMP_OK) return 0;
@@ -19156,7 +19231,7 @@ static int ampi_tape_ready(amp_tape *t, const char *f) {
     return 1;
 }
 
-/* Records a call; NULL: it failed, now or before. */
+/* Records a call.  NULL: it failed, and the tape has the failure. */
 static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
     ampi_node *n = NULL;
     amp_result result;
@@ -19168,7 +19243,7 @@ static ampi_node *ampi_tape_put(amp_tape *t, ampi_call_key key, const amp_value 
     return result == AMP_OK ? n : NULL;
 }
 
-/* Whether calls of this kind take a value as it lies. */
+/* Whether calls of this kind can read a value with its strides. */
 static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
     int i, last = x->ndim - 1;
     int64_t expect = -1;
@@ -19182,7 +19257,7 @@ static int ampi_tape_takes(const ampi_tape_row *row, const amp_tensor *x) {
     return 1;
 }
 
-/* The same, after contiguous copies of operands for kinds that need them. */
+/* Like ampi_tape_put, but first records contiguous copies of the operands that this kind cannot read as they are. */
 static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value *in, int n_in) {
     amp_value flat[AMPI_TAPE_INPUTS];
     int i;
@@ -19199,7 +19274,8 @@ static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value
 
 /* ---- Compiling: gradients and fusions */
 
-/* Whether a linear layer's backward goes through its activation itself. */
+/* Whether the backward of a linear layer computes the gradient of its activation itself.  It does not if the layer that
+   reads the value does (dy_before_act). */
 static int ampi_linear_acts(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && n->key.act != AMP_ACT_NONE && !n->op.linear.dy_before_act;
 }
@@ -19207,7 +19283,7 @@ static int ampi_linear_has_pre(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && (n->key.act == AMP_ACT_GELU || n->key.act == AMP_ACT_GELU_ERF);
 }
 
-/* What backward of a node reads: bits of its inputs, and OUT. */
+/* What the backward of a node reads: AMPI_X, _Y and _Z for its inputs, AMPI_OUT for its value. */
 static int32_t ampi_node_keeps(const amp_tape *t, const ampi_node *n) {
     int x = n->key.in[0] >= 0 && t->nodes[n->key.in[0]].wants, y = n->key.in[1] >= 0 && t->nodes[n->key.in[1]].wants;
     if (n->key.kind == AMPI_MATMUL) return (x ? AMPI_Y : 0) | (y ? AMPI_X : 0);
@@ -19236,18 +19312,20 @@ static void ampi_node_reset(ampi_node *n) {
                (n->key.variable || n->key.trains);
 }
 
-/* Whether input k gets a gradient: all but a target, and of a custom operator without a backward. */
+/* Whether gradients pass to input k.  They do not pass to the target of a loss, nor through a custom operator without a
+   backward. */
 static int ampi_node_passes(const ampi_node *n, int k) {
     if (n->key.kind == AMPI_CUSTOM) return n->key.size[AMPI_CUSTOM_BACKWARD] != 0;
     return n->key.kind != AMPI_MSE || k == 0;
 }
 
-/* What a loss's gradient is multiplied by. */
+/* The factor of a loss's gradient. */
 static float ampi_loss_factor(const ampi_node *n) {
     return (float)n->key.alpha * (float)n->weight;
 }
 
-/* Counts users, and finds what wants a gradient: what the loss depends on and a parameter or variable reaches. */
+/* Counts users, and finds the nodes that want a gradient.  These are the nodes that the loss depends on and that depend
+   on a parameter or variable. */
 static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp host = ampi_fp_begin();
     int32_t i, k;
@@ -19275,14 +19353,19 @@ static void ampi_tape_wants(amp_tape *t, int32_t loss) {
     ampi_fp_end(host);
 }
 
-/* An add whose sum a norm takes first is done by it.  An activation of a linear layer whose only user is another goes
-   into that one's backward.  A value that splits take apart completely has its gradient in one piece: each end of a
-   part but the first and the last is the beginning of another. */
+/* A hash of x. */
 static uint64_t ampi_mixed(int64_t x) {
     uint32_t words[4];
     amp_philox(0, 0, (uint64_t)x, words);
     return words[0] | (uint64_t)words[1] << 32;
 }
+/* Decides what is fused.
+   An add is computed by the norm that reads its sum, if that norm is its first user.
+   If the only user of a linear layer is another linear layer, the backward of the second computes the gradient of the
+   first one's activation.
+   If splits divide a value completely, its gradient is one piece of memory, and the splits' gradients are parts of it.
+   Each part adds the hash of its beginning to .split and subtracts the hash of its end.  Where one part follows
+   another, these cancel, so a complete division leaves the hash of 0 minus that of the size. */
 static void ampi_tape_fuse(amp_tape *t) {
     int32_t i, k;
     for (i = 0; i < t->n; i++) {
@@ -19311,7 +19394,8 @@ static void ampi_tape_fuse(amp_tape *t) {
     }
 }
 
-/* ---- Compiling: slabs */
+/* ---- Compiling: slabs.  Times are numbers of calls.  Call i below t->n is the forward of node i, and call t->n + i is
+   action i of backward. */
 
 static amp_result ampi_tape_bytes(amp_tape *t, int64_t count, amp_dtype dtype, int32_t time, int32_t *out) {
     ampi_slab *p;
@@ -19321,7 +19405,7 @@ static amp_result ampi_tape_bytes(amp_tape *t, int64_t count, amp_dtype dtype, i
     *out = (int32_t)t->n_slabs;
     p = &t->slabs[t->n_slabs++];
     memset(p, 0, sizeof *p);
-    p->bytes = AMPI_MAX(((int64_t)bytes - 1) / 256 + 1, 1) * 256;     /* an address of its own without elements too */
+    p->bytes = AMPI_MAX(((int64_t)bytes - 1) / 256 + 1, 1) * 256;     /* not 0, so each slab has a separate address */
     p->dtype = dtype;
     p->first = p->last = time;
     p->whole = AMPI_NONE;
@@ -19336,7 +19420,8 @@ static void ampi_tape_use(amp_tape *t, int32_t slab, int32_t time) {
     t->slabs[slab].last = AMPI_MAX(t->slabs[slab].last, time);
 }
 
-/* Whether a call may write its output, or a loss its gradient, over the first input: nobody else reads that. */
+/* Whether a node may write its output, or a loss its gradient, over its first input x.  It may if no other call reads x
+   later. */
 static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_node *x, amp_dtype dtype) {
     const ampi_tape_row *row = ampi_row_of(x);
     return x->users == 1 && !x->keep && x->stretch == n->stretch && x->key.kind != AMPI_INPUT &&
@@ -19345,7 +19430,7 @@ static int ampi_may_overwrite(const amp_tape *t, const ampi_node *n, const ampi_
            !(n->wants && (ampi_node_keeps(t, n) & AMPI_X));
 }
 
-/* The memory of the forward: call i is node i's; an add in a norm is done by that. */
+/* Plans the memory of the forward.  An add that a norm computes has the time of the norm. */
 static amp_result ampi_tape_plan_forward(amp_tape *t) {
     int32_t i, k;
     for (i = 0; i < t->n; i++) {
@@ -19385,7 +19470,8 @@ static amp_result ampi_tape_act(amp_tape *t, int32_t node, int32_t a, int32_t b,
     return AMP_OK;
 }
 
-/* Adds a contribution to the gradient of node v, the later ones first.  The sum is fp32 until the last. */
+/* Adds a slab to the gradient of node v.  Contributions come from the last user first, because backward takes the nodes
+   in reverse.  The sum is fp32 until the last contribution, which rounds it to the value's dtype. */
 static amp_result ampi_tape_contribute(amp_tape *t, int32_t v, int32_t slab) {
     ampi_node *n = &t->nodes[v];
     int32_t have = n->grad, sum = have;
@@ -19404,7 +19490,7 @@ static amp_result ampi_tape_contribute(amp_tape *t, int32_t v, int32_t slab) {
     return AMP_OK;
 }
 
-/* The gradient, in one piece, of a value that splits take apart. */
+/* Makes the gradient, in one piece, of a value that splits divide, and uses it at this time. */
 static amp_result ampi_tape_whole(amp_tape *t, int32_t v, int32_t time) {
     ampi_node *n = &t->nodes[v];
     if (n->grad < 0) {
@@ -19416,7 +19502,8 @@ static amp_result ampi_tape_whole(amp_tape *t, int32_t v, int32_t time) {
     return AMP_OK;
 }
 
-/* Where the call at `time` writes the gradient of input k: into the whole, if it is all of a split's gradient. */
+/* Chooses where the call at `time` writes the gradient of input k.  If that input is a split of a whole value, and this
+   is the only contribution to the split's gradient, the call writes directly into the gradient of the whole. */
 static amp_result ampi_tape_new_dx(amp_tape *t, int32_t i, int k, int32_t time) {
     ampi_node *n = &t->nodes[i];
     const ampi_node *x = &t->nodes[n->key.in[k]];
@@ -19428,7 +19515,8 @@ static amp_result ampi_tape_new_dx(amp_tape *t, int32_t i, int k, int32_t time) 
     return ampi_tape_slab(t, &x->y, x->y.dtype, time, &n->dx[k]);
 }
 
-/* A loss: its gradient is written by the forward, over the input if nobody else reads it. */
+/* Plans the gradient of a loss's input.  The forward of the loss writes it, over the input where ampi_may_overwrite
+   allows that. */
 static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     ampi_node *x = &t->nodes[n->key.in[0]];
@@ -19439,8 +19527,9 @@ static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
-/* A norm adds what its input's gradient is so far.  If its input is the sum of a stream in fp32 and a branch whose last
-   layer computes in 16 bits, it writes the gradient in these too. */
+/* Plans the gradient of a norm's input.  The norm's backward adds the gradient that its input has so far (.dsum).  If
+   the input is the sum of a stream in fp32 and a branch whose last layer computes in 16 bits, the norm also writes the
+   gradient in that dtype (.dx_low), for that layer. */
 static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
     ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]], *branch;
     int32_t have = x->grad, k;
@@ -19467,7 +19556,8 @@ static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
     return AMP_OK;
 }
 
-/* The gradient of node i as its backward takes it: in its dtype, and its own if it is overwritten. */
+/* Makes the gradient of node i what its backward can read: in the value's dtype, unless the kind takes any.  A linear
+   layer with an activation overwrites its gradient, so it gets a separate copy if other nodes have the same slab. */
 static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int acts = ampi_linear_acts(n), any = (ampi_row_of(n)->flags & AMPI_ANY_DY) && !acts;
@@ -19481,7 +19571,8 @@ static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
     return AMP_OK;
 }
 
-/* Its gradient is that of all its inputs, or of its one input with another shape. */
+/* Plans the backward of an add or a reshape, without a call.  The gradient of the node is also the gradient of each
+   input, of a reshape with another shape. */
 static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int k;
@@ -19494,7 +19585,8 @@ static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     return AMP_OK;
 }
 
-/* A split's gradient goes into that of its input, if it is not written there already. */
+/* Plans the backward of a split: a call that copies its gradient into that of its input, unless it was written there
+   already. */
 static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i], *x = &t->nodes[n->key.in[0]];
     int32_t grad = n->grad;
@@ -19516,7 +19608,7 @@ static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
-/* Whether backward of n, and computing n again, read x where it was computed again. */
+/* Whether the backward of n, and computing n again, read the value of x that was computed again. */
 static int ampi_reads_again(const ampi_node *n, const ampi_node *x) {
     return x->again && x->stretch == n->stretch;
 }
@@ -19527,7 +19619,7 @@ static int ampi_takes_act(const ampi_node *n, const ampi_node *x) {
     return n->key.kind == AMPI_LINEAR && x->key.kind == AMPI_LINEAR && x->op.linear.dy_before_act;
 }
 
-/* What the backward call reads of the forward's memory. */
+/* Extends the time of the slabs of the forward that the backward of node i reads. */
 static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
     ampi_node *n = &t->nodes[i];
     int32_t keeps = ampi_node_keeps(t, n), k;
@@ -19542,17 +19634,17 @@ static void ampi_tape_read_kept(amp_tape *t, int32_t i, int32_t now) {
     else ampi_tape_use(t, ampi_buffer_for(n, x), now);
 }
 
-/* ---- Compiling: stretches that are computed again before their backward.  What leaves a stretch stays; of the rest
-   only what backward reads is computed again, into memory of its own, and what that takes. */
+/* ---- Compiling: stretches that are computed again before their backward.  Values that nodes outside a stretch read
+   stay.  Of the others, those that backward reads are computed again into new memory, and so is what they depend on. */
 
 static void ampi_again_input(amp_tape *t, const ampi_node *n, int k) {
     ampi_node *x = n->key.in[k] < 0 ? NULL : &t->nodes[n->key.in[k]];
     if (x == NULL || x->stretch != n->stretch || x->escapes) return;
     x->again = 1;
-    if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* which does it */
+    if (x->norm >= 0) t->nodes[x->norm].again = 1;      /* because the norm computes it */
 }
 
-/* Finds what to compute again of the stretch that ends with node `last`; returns its first node. */
+/* Finds what to compute again of the stretch that ends with node `last`.  Returns the first node of the stretch. */
 static int32_t ampi_tape_again(amp_tape *t, int32_t last) {
     int32_t i, k, stretch = t->nodes[last].stretch;
     for (i = last; i >= 0 && t->nodes[i].stretch == stretch; i--) {
@@ -19594,7 +19686,7 @@ static amp_result ampi_tape_plan_again(amp_tape *t, int32_t last) {
     return AMP_OK;
 }
 
-/* The backward call of node i, whose gradient is complete. */
+/* Plans the backward call of node i, whose gradient is complete. */
 static amp_result ampi_tape_plan_node(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int32_t flags = ampi_row_of(n)->flags, now, k;
@@ -19635,7 +19727,7 @@ static amp_result ampi_tape_plan_backward(amp_tape *t) {
     return AMP_OK;
 }
 
-/* ---- Compiling: when the gradient of each parameter is final, after the last call that adds to it */
+/* ---- Compiling: when the gradient of each parameter is final.  It is final after the last call that adds to it. */
 
 static int ampi_final_order(const ampi_final *x, const ampi_final *y) {
     return x->at != y->at ? (x->at > y->at) - (x->at < y->at) : x->k - y->k;
@@ -19680,14 +19772,15 @@ static amp_result ampi_tape_plan_finals(amp_tape *t) {
     return AMP_OK;
 }
 
-/* ---- Compiling: memory.  Each slab takes the smallest hole that fits, from its first call to its last. */
+/* ---- Compiling: memory.  From its first call to its last, each slab has the smallest hole that is large enough.
+   Holes are kept in the order of their offsets, and neighbours are joined. */
 
 static amp_result ampi_tape_take(amp_tape *t, ampi_slab *p, int64_t *end) {
     int64_t i, best = AMPI_NONE, last = t->n_holes - 1;
     int joins;
     for (i = 0; i < t->n_holes; i++)
         if (t->holes[i].bytes >= p->bytes && (best < 0 || t->holes[i].bytes < t->holes[best].bytes)) best = i;
-    if (best < 0) {                 /* at the end, from a hole there if any */
+    if (best < 0) {                 /* at the end of the memory; a hole there becomes its beginning */
         joins = last >= 0 && t->holes[last].offset + t->holes[last].bytes == *end;
         p->offset = joins ? t->holes[last].offset : *end;
         t->n_holes -= joins;
@@ -19757,7 +19850,7 @@ static amp_result ampi_tape_allocate(amp_tape *t) {
     amp_context *amp = t->object.amp;
     void *memory;
     if (t->needed <= t->memory_bytes) return AMP_OK;
-    if (t->memory != NULL) ampi_settings_changed(amp);     /* captured graphs have its addresses */
+    if (t->memory != NULL) ampi_settings_changed(amp);     /* because captured graphs contain its addresses */
     amp_free(amp, t->memory);
     t->memory = NULL;
     t->memory_bytes = 0;
@@ -19769,7 +19862,7 @@ static amp_result ampi_tape_allocate(amp_tape *t) {
 
 /* ---- Compiling: op structs */
 
-/* A tensor of this shape in a slab, contiguous. */
+/* A contiguous tensor of this shape in a slab, in the slab's dtype.  Without a slab it is empty. */
 static amp_tensor ampi_tape_view(const amp_tape *t, const amp_tensor *like, int32_t slab) {
     amp_tensor view = *like;
     if (slab < 0) { memset(&view, 0, sizeof view); return view; }
@@ -19779,7 +19872,7 @@ static amp_tensor ampi_tape_view(const amp_tape *t, const amp_tensor *like, int3
     return view;
 }
 
-/* The gradient of a value in a slab: a split's may lie in that of what it is a part of. */
+/* The gradient of a value in a slab.  That of a split may be a part of the gradient of the value that was split. */
 static amp_tensor ampi_tape_gradient_view(const amp_tape *t, const ampi_node *n, int32_t slab) {
     amp_tensor view = ampi_tape_view(t, &n->y, slab), all;
     int i;
@@ -19802,7 +19895,8 @@ static amp_tensor ampi_as_heads(const amp_tensor *t, int64_t dim) {
     return view;
 }
 
-/* again: for the call in backward, and computing again before it. */
+/* Writes the tensors of a linear layer into its op struct.  again 0: for the forward.  again 1, in these functions: for
+   the backward of a stretch, and for computing it again before that. */
 static void ampi_bind_linear(const amp_tape *t, ampi_node *n, int again) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_linear_op *op = &n->op.linear;
@@ -19839,7 +19933,8 @@ static void ampi_bind_heads(ampi_node *n) {
     for (i = 0; i < count; i++) *tensors[i] = ampi_as_heads(tensors[i], dim);
 }
 
-/* Of what is computed again, a view that is not goes on to look at the memory of the first time. */
+/* Sets the data of a view.  If its root is computed again and the view is not, the view stays in the memory that the
+   forward wrote. */
 static void ampi_bind_view(const amp_tape *t, ampi_node *n, int again) {
     const ampi_node *root = &t->nodes[n->root];
     void *data = root->y.data;
@@ -19878,14 +19973,14 @@ static void ampi_bind_node(amp_tape *t, int32_t i, int again) {
     if (n->key.kind == AMPI_ATTENTION || n->key.kind == AMPI_ROPE) ampi_bind_heads(n);
 }
 
-/* Writes where everything lies into the op structs. */
+/* Writes the addresses of all values and gradients into the op structs. */
 static void ampi_tape_bind(amp_tape *t) {
     int32_t i;
     for (i = 0; i < t->n; i++) ampi_bind_node(t, i, 0);
     t->moved = 0;
 }
 
-/* With the stretches that the nodes say. */
+/* Makes a plan with the stretches that are in the nodes' .stretch. */
 static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     t->n_slabs = t->n_actions = 0;
     ampi_tape_wants(t, loss);
@@ -19900,23 +19995,26 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
     return ampi_tape_place(t);
 }
 
-/* ---- Compiling: a budget.  The step is divided into 1, 2, 3, ... parts that keep about as many bytes each, cut where
-   few bytes cross.  Of a division that fits when all its parts are computed again, the dearest for their bytes are
-   kept, as many as fit.  The cheapest of these is taken.  Every try is a plan, so what fits is known, not guessed. */
+/* ---- Compiling: a budget.  If a step takes more bytes than .memory_budget, parts of it are computed again.  The step
+   is divided into 1, 2, 3, ... parts that keep about the same number of bytes, with cuts where few bytes cross.  If the
+   budget suffices with all parts of a division computed again, as many parts as fit are kept instead.  Those that cost
+   most per byte are kept first.  The cheapest plan of all divisions is taken.  Every try is a complete plan, so what
+   fits is known and not estimated. */
 
-enum { AMPI_BUDGET_TRIES = 4,       /* divisions after the best one */
-       AMPI_BUDGET_OPERATIONS = 64 };   /* that cost as much as a byte moved */
+enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after so many divisions that are no better than the best */
+       AMPI_BUDGET_OPERATIONS = 64 };   /* so many operations cost as much as a byte that is moved */
 
-/* A part of the step, `last` included. */
+/* A part of the step, from node `first` to node `last`, both included. */
 typedef struct ampi_slice { int32_t first, last; double cost, held; } ampi_slice;
 typedef struct ampi_budget {
-    int32_t loss, n;                /* parts of the division that is tried */
+    int32_t loss, n;                /* n: the number of parts of the division that is tried */
     ampi_slice *parts; int64_t capacity;
-    int64_t total, least;           /* bytes that backward keeps without any; that some division takes */
-    double best;                    /* the cost of what fits; infinite: nothing yet */
+    int64_t total, least;           /* bytes that backward keeps if nothing is computed again; the fewest bytes that
+                                       any plan took */
+    double best;                    /* the cost of the best plan that fits; AMPI_DBL_MAX: there is none yet */
 } ampi_budget;
 
-/* What a call costs: bytes, and operations of products. */
+/* What a call costs, in bytes moved.  The operations of products are converted to bytes. */
 static double ampi_node_cost(const amp_tape *t, const ampi_node *n) {
     const ampi_node *x = ampi_input_of(t, n, 0);
     double elements = (double)ampi_shape_count(&n->y), bytes = elements * (double)amp_dtype_size(n->y.dtype), terms = 0;
@@ -19932,14 +20030,15 @@ static double ampi_node_cost(const amp_tape *t, const ampi_node *n) {
     return bytes + 2 * elements * terms / (double)AMPI_BUDGET_OPERATIONS;
 }
 
-/* After a plan without stretches of its own: what backward keeps of each node, and what crosses each cut. */
+/* Called after a plan in which only the program's checkpoints are computed again.  Finds how many bytes backward keeps
+   of each node, and how many cross a cut before it. */
 static void ampi_budget_measure(amp_tape *t, ampi_budget *b) {
     int64_t i, crossing = 0;
     int k;
     for (i = 0; i < t->n; i++) { t->nodes[i].held = t->nodes[i].crossing = 0; t->nodes[i].part = 0; }
     for (i = 0; i < t->n_slabs; i++)
         if (t->slabs[i].first < t->n && t->slabs[i].last >= t->n) t->nodes[t->slabs[i].first].held += t->slabs[i].bytes;
-    for (i = 0; i < t->n; i++)          /* part: the last node that takes it, until there are parts */
+    for (i = 0; i < t->n; i++)          /* .part is the last node that reads it here, until there are parts */
         for (k = 0; k < AMPI_TAPE_INPUTS; k++)
             if (t->nodes[i].key.in[k] >= 0) t->nodes[t->nodes[t->nodes[i].key.in[k]].root].part = (int32_t)i;
     for (i = 0; i < t->n; i++) {
@@ -19952,7 +20051,8 @@ static void ampi_budget_measure(amp_tape *t, ampi_budget *b) {
     for (i = 0; i < t->n; i++) t->nodes[i].crossing = crossing += t->nodes[i].crossing;
 }
 
-/* The end of the part that begins with node `first` and keeps up to `limit` bytes: the best cut in its second half. */
+/* The end of the part that begins with node `first` and keeps up to `limit` bytes.  Of the cuts after at least half of
+   `limit`, it is the one that the fewest bytes cross.  A part also ends before a loss or a checkpoint. */
 static int32_t ampi_budget_cut(const amp_tape *t, int32_t first, int64_t limit) {
     int64_t held = 0;
     int32_t i, cut = AMPI_NONE;
@@ -19965,7 +20065,7 @@ static int32_t ampi_budget_cut(const amp_tape *t, int32_t first, int64_t limit) 
     return i;
 }
 
-/* Divides the step; checkpoints and losses stay as they are. */
+/* Divides the step into parts that keep up to `limit` bytes.  Checkpoints and losses belong to no part. */
 static amp_result ampi_budget_divide(amp_tape *t, ampi_budget *b, int64_t limit) {
     int32_t i = 0, k;
     b->n = 0;
@@ -19982,7 +20082,8 @@ static amp_result ampi_budget_divide(amp_tape *t, ampi_budget *b, int64_t limit)
     return AMP_OK;
 }
 
-/* A plan where all parts are computed again but the first `kept` of b->parts; what it costs. */
+/* Plans the step with all parts computed again but the first `kept` of b->parts.  *cost receives what computing them
+   again costs.  If the plan fits and costs less than the best before, it becomes the best. */
 static amp_result ampi_budget_try(amp_tape *t, ampi_budget *b, int32_t kept, double *cost) {
     int32_t i, k;
     for (i = 0; i < b->n; i++)
@@ -19997,14 +20098,15 @@ static amp_result ampi_budget_try(amp_tape *t, ampi_budget *b, int32_t kept, dou
     return AMP_OK;
 }
 
-/* Those that cost most for a byte first; of equal ones the last, whose backward comes first. */
+/* Sorts the parts that cost most per byte to the beginning.  Of equal ones the last comes first, because its backward
+   does. */
 static int ampi_compare_parts(const void *a, const void *b) {
     const ampi_slice *x = (const ampi_slice *)a, *y = (const ampi_slice *)b;
     double p = x->cost * y->held, q = y->cost * x->held;
     return p != q ? (p < q) - (p > q) : y->first - x->first;
 }
 
-/* One division: all parts, then with as many kept as fit. */
+/* Tries one division, first with all parts computed again, then with as many kept as fit. */
 static amp_result ampi_budget_search(amp_tape *t, ampi_budget *b) {
     int32_t low = 0, high = b->n, i, k;
     double cost;
@@ -20068,7 +20170,8 @@ static amp_result ampi_tape_compile(amp_tape *t, int32_t loss) {
 
 /* ---- Running */
 
-/* y = alpha a + beta b, of views with y's shape; b NULL: alpha a.  A dimension of a or b with stride 0 is repeated. */
+/* y = alpha a + beta b, for views with y's shape.  If b is NULL, y = alpha a.  A dimension of a or b with stride 0 is
+   repeated. */
 static amp_result ampi_tape_sum(amp_tape *t, const amp_tensor *a, float alpha, const amp_tensor *b, float beta,
                                 const amp_tensor *y) {
     amp_context *amp = t->object.amp;
@@ -20101,7 +20204,7 @@ static amp_result ampi_tape_flat_sum(amp_tape *t, const amp_tensor *a, float alp
     return ampi_as(t->function, (amp->backend->add)(amp->dev, &k, amp->desc.stream));
 }
 
-/* The part of a view: `count` elements of dimension dim, from `first` on. */
+/* A part of a view: the `count` elements of dimension dim from `first` on. */
 static amp_tensor ampi_part_of(const amp_tensor *t, int64_t dim, int64_t first, int64_t count) {
     amp_tensor part = *t;
     int i;
@@ -20139,7 +20242,7 @@ static void ampi_mean_factor(const int64_t *n, float *out) {
     ampi_fp_end(host);
 }
 
-/* Rows of [..., rows, cols] into their means: sums in fp32, one rounding. */
+/* Computes the means of the rows of [..., rows, cols].  The sums are fp32, and the means are rounded once. */
 static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
     amp_context *amp = t->object.amp;
     const ampi_node *x = &t->nodes[n->key.in[0]];
@@ -20177,7 +20280,8 @@ static amp_result ampi_run_mean(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* Sums gradients per head of each group, [batch, keys, repeat, dim], into those of its one head, with one rounding. */
+/* Sums the gradients of the `repeat` heads of a group, [batch, keys, repeat, dim], into the gradient of the head of k
+   or v that they share.  The sum is fp32 (sum32) and is rounded once. */
 static amp_result ampi_group_sum(amp_tape *t, const amp_tensor *heads, int64_t repeat, const amp_tensor *sum32,
                                  const amp_tensor *out) {
     int64_t i;
@@ -20189,7 +20293,7 @@ static amp_result ampi_group_sum(amp_tape *t, const amp_tensor *heads, int64_t r
     return ampi_tape_sum(t, &last, 1, sum32, 1, out);
 }
 
-/* A call for each group: q's heads that share one of k and v. */
+/* Calls attention for one group, which is the heads of q that share a head of k and v. */
 static amp_result ampi_run_group(amp_tape *t, ampi_node *n, int64_t group, int64_t repeat, int backward,
                                  char *scratch) {
     amp_context *amp = t->object.amp;
@@ -20241,7 +20345,7 @@ static amp_result ampi_run_attention(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* In place: what is turned is first copied to where it shall be. */
+/* RoPE works in place, so the input is first copied to the memory of the result, unless it is there. */
 static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_rope_op *op = &n->op.rope;
@@ -20252,7 +20356,8 @@ static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     return backward ? amp_rope_backward(t->object.amp, op) : amp_rope(t->object.amp, op);
 }
 
-/* A split's gradient into that of the whole: into its part, or beside zeros. */
+/* Copies a split's gradient into its part of the input's gradient.  Unless that is the gradient of a whole value, this
+   split has a separate copy of it, and the rest of the copy becomes zeros. */
 static amp_result ampi_run_split(amp_tape *t, ampi_node *n) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_context *amp = t->object.amp;
@@ -20283,7 +20388,9 @@ static amp_result ampi_run_plain(amp_tape *t, ampi_node *n, int backward) {
 
 static int ampi_is_result(amp_result result) { return strcmp(amp_result_text(result), "unknown result") != 0; }
 
-/* A callback runs as outside of the tape, in this region.  What it returns, and regions that it left, are checked. */
+/* ampi_callback_begin and _end enclose a call of the program's function during a run.  Between them the innermost
+   region has these settings and decides anew, while the run itself repeats recorded plans.  _end restores that region
+   and the seed, closes the regions that the function left open, and checks what the function returned. */
 typedef struct ampi_callback { int depth, out; ampi_region replays; ampi_seed seed; } ampi_callback;
 static ampi_callback ampi_callback_begin(const amp_autocast_desc *region, const char *what, uintptr_t here) {
     ampi_callback c;
@@ -20318,7 +20425,7 @@ static amp_result ampi_callback_end(const ampi_callback *c, const char *f, const
                      layer ? ": " : "", what, (int)result, why);
 }
 
-/* In a region like the one it was recorded in, whose decisions it makes. */
+/* Calls a function of a custom operator, in a region with the settings that were valid when it was recorded. */
 static amp_result ampi_run_custom(amp_tape *t, ampi_node *n, int backward) {
     const amp_custom_op *op = &n->op.custom.op;
     const uint64_t scale = backward ? ampi_seed_scale(t->object.amp) : 0;
@@ -20358,8 +20465,8 @@ static amp_result ampi_tape_operate(amp_tape *t, ampi_node *n, int backward) {
     }
 }
 
-/* What a loss starts its gradient from: with a factor of 0 from zeros.  One that nothing is wanted of computes the loss
-   alone. */
+/* Sets what a loss starts its gradient from.  A factor of 0 is written as AMP_EXPLICIT_ZERO, because 0 stands for the
+   default.  If no gradient of the loss is wanted, the operator computes its value alone. */
 static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp host = ampi_fp_begin();
     float factor = n->wants ? ampi_loss_factor(n) : 1;
@@ -20376,7 +20483,7 @@ static void ampi_tape_start(ampi_node *n, const float *grad_scale) {
     ampi_fp_end(host);
 }
 
-/* pass: as amp_tape_node_info.seconds. */
+/* Runs a node, and times it if amp_tape_time is on.  pass: the index in amp_tape_node_info.seconds. */
 static amp_result ampi_tape_timed(amp_tape *t, ampi_node *n, int pass) {
     const amp_system *s = &t->object.amp->system;
     int64_t began;
@@ -20404,7 +20511,8 @@ static amp_result ampi_tape_run_forward(amp_tape *t, const float *grad_scale) {
     return AMP_OK;
 }
 
-/* Computes node i again, by its plan; the stretch's op structs go over to what is computed again. */
+/* Computes node i again, by its recorded plan.  ampi_tape_enter_stretch has bound its op struct to the memory for
+   that. */
 static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
     amp_context *amp = t->object.amp;
     amp_result result;
@@ -20415,7 +20523,8 @@ static amp_result ampi_tape_run_again(amp_tape *t, int32_t i) {
     return result;
 }
 
-/* Before the first backward call of a stretch: all its nodes are bound once more. */
+/* Called before each backward call of a node.  Before the first of a stretch it binds all nodes of the stretch to the
+   memory of what is computed again. */
 static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch) {
     int32_t now = t->nodes[node].stretch, i = node;
     if (now == *stretch) return;
@@ -20425,7 +20534,7 @@ static void ampi_tape_enter_stretch(amp_tape *t, int32_t node, int32_t *stretch)
     for (; i < t->n && t->nodes[i].stretch == now; i++) ampi_bind_node(t, i, 1);
 }
 
-/* Tells of gradients that are final once call `at` of backward is done. */
+/* Calls grad_ready for the gradients that are final after call `at` of backward, and were not before. */
 static amp_result ampi_tape_tell(amp_tape *t, int64_t at) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     for (; t->told < t->n_finals && t->finals[t->told].at <= at; t->told++) {
@@ -20462,7 +20571,8 @@ static amp_result ampi_tape_run_backward(amp_tape *t) {
     return ampi_tape_tell(t, t->n_actions);
 }
 
-/* Ends the step: its region closes, whatever happened, and those of the context inside it. */
+/* Ends the step.  Closes the tape's region, and regions of the same context that are still open inside it, also where
+   this fails. */
 static amp_result ampi_tape_close(amp_tape *t, const char *f) {
     int inner = ampi_thread.regions - t->depth, i;
     t->state = AMPI_TAPE_DONE;
@@ -20474,7 +20584,7 @@ static amp_result ampi_tape_close(amp_tape *t, const char *f) {
                                : "the tape's region was closed: call amp_autocast_end only for your own regions");
 }
 
-/* After a run that failed: gradients that it began are not live. */
+/* Called after a run that failed.  Gradients that were not live before the run are not live after it. */
 static void ampi_tape_unlive(amp_tape *t) {
     int64_t i;
     int k;
@@ -20483,7 +20593,8 @@ static void ampi_tape_unlive(amp_tape *t) {
             if (!t->nodes[i].live[k]) ampi_gradient_live(t->nodes[i].key.params[k], 0);
 }
 
-/* Ends a step that has a forward and gets no backward. */
+/* Ends a step whose forward has run and whose backward will not.  If a loss has already added to a gradient that was
+   live, it logs a warning that names the first such parameter. */
 static void ampi_tape_give_up(amp_tape *t, const char *f) {
     int64_t i;
     int k;
@@ -20501,7 +20612,8 @@ static void ampi_tape_give_up(amp_tape *t, const char *f) {
         }
 }
 
-/* A callback never returned, so that the run has no end: nothing of it is kept. */
+/* Called when a callback did not return, for example because of longjmp.  The run then never ended, and nothing of it
+   is kept. */
 static void ampi_tape_left(amp_tape *t) {
     t->running = 0;
     t->ran = 0;
@@ -20510,7 +20622,7 @@ static void ampi_tape_left(amp_tape *t) {
     ampi_tape_unlive(t);
 }
 
-/* Compiles the graph if it is new, and takes its memory. */
+/* Compiles the graph if it is new, and allocates its memory. */
 static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     if (t->n == t->compiled && t->same == t->n && t->loss == loss) {
         if (t->moved) ampi_tape_bind(t);
@@ -20524,7 +20636,8 @@ static amp_result ampi_tape_ensure(amp_tape *t, int32_t loss) {
     return AMP_OK;
 }
 
-/* Notes which gradients are live.  Those that backward would add to and must not are refused before anything runs. */
+/* Notes which gradients are live.  Fails if backward would add to a gradient that it must not add to, before anything
+   runs. */
 static amp_result ampi_tape_admit(amp_tape *t, const char *f, const float *grad_scale) {
     uint64_t scale = ampi_scale_at(t->object.amp, grad_scale);
     int64_t i;
@@ -20541,7 +20654,7 @@ static amp_result ampi_tape_admit(amp_tape *t, const char *f, const float *grad_
     return AMP_OK;
 }
 
-/* A failure ends the step, and is returned with the name of what failed. */
+/* Runs the halves of a step that are in `parts`.  A failure ends the step; its text names the function that failed. */
 static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const float *grad_scale, int parts) {
     amp_autocast_desc outside = ampi_outside(t->object.amp);
     int depth = ampi_thread.regions;
@@ -20563,7 +20676,8 @@ static amp_result ampi_tape_run(amp_tape *t, const char *f, int32_t loss, const 
     return strncmp(t->text + 8, f, strlen(f)) == 0 ? result : ampi_fail_again(f, result, t->text);
 }
 
-/* All ways to end recording: its region closes, and the loss, or -1, is checked before anything runs. */
+/* Every function that ends recording calls this.  It closes the tape's region, and checks the loss before anything
+   runs.  *out receives the node of the loss, or AMPI_NONE without a loss. */
 static amp_result ampi_tape_end(amp_tape *t, const char *f, int with_loss, amp_value value, int32_t *out) {
     amp_result result;
     int32_t loss = AMPI_NONE;
@@ -20601,7 +20715,7 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
     return AMP_OK;
 }
 
-/* After amp_tape_forward. */
+/* Does the second half of a step, after amp_tape_forward. */
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
     if (!pthread_equal(pthread_self(), t->thread))
@@ -20613,7 +20727,7 @@ static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value lo
                          "grad_scale differs from that of amp_tape_forward: pass the same to both");
     t->state = AMPI_TAPE_DONE;
     t->function = f;
-    ampi_regions.seed = t->seed;        /* other losses may have come since */
+    ampi_regions.seed = t->seed;        /* because other losses may have run since */
     return ampi_tape_run(t, f, (int32_t)t->loss, NULL, AMPI_SECOND_HALF);
 }
 AMP_API amp_result amp_tape_backward(amp_tape *tape, amp_value loss, const float *grad_scale) {
@@ -20640,8 +20754,9 @@ AMP_API amp_result amp_tape_plan(amp_tape *tape, amp_value loss, int64_t *bytes)
 
 /* ---- Steps and models that a tape still needs */
 
-/* Whether a tape that this thread began is between the halves of its run or, with a model, is recording or between them
-   with one of its parameters.  Other threads' tapes are theirs to look at. */
+/* Without a model: whether a tape of this thread has run its forward and not its backward.  With a model: whether a
+   tape of this thread that has done so, or is recording, uses a parameter of the model.  Tapes of other threads are not
+   read, because those threads may be changing them. */
 static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     const ampi_object *o;
     int64_t i;
@@ -20660,7 +20775,8 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_unlock(amp);
     return waits;
 }
-/* Whether a tape that this thread runs may still need one of n parameters as it was, or its gradient. */
+/* Whether a tape that this thread is running may still need one of n parameters unchanged, or its gradient.  In
+   grad_ready these are the parameters that grad_ready will be called for later; in other callbacks, all. */
 static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n) {
     const ampi_callout *c = ampi_callout_now(AMPI_STACK);
     const ampi_object *o;
@@ -20677,7 +20793,7 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
     ampi_unlock(amp);
     return runs;
 }
-/* Before gradients are taken or dropped. */
+/* Called before gradients are used by a step or are dropped. */
 static amp_result ampi_tape_is_whole(amp_context *amp, const char *function) {
     if (!ampi_tape_waits(amp, NULL)) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
@@ -20696,7 +20812,7 @@ AMP_API amp_result amp_model_zero_grad(amp_model *model) {
     }
     return AMP_OK;
 }
-/* What still uses the model's parameters, or NULL. */
+/* A name of what still uses the model's parameters, or NULL. */
 static const char *ampi_model_user(const amp_model *m) {
     int64_t i;
     for (i = 0; i < m->n; i++) if (m->rows[i].keeper != NULL) return "an optimizer";
@@ -20716,7 +20832,7 @@ AMP_API void amp_model_destroy(amp_model *model) {
 }
 
 #if !defined(AMP_NO_CARE)
-/* All parameters of the model that those of the last step belong to. */
+/* The parameters of the model whose parameters the last step uses.  They must all be of one model. */
 static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **params, int64_t *n) {
     const amp_model *model = NULL, *m;
     const amp_param *p;
@@ -20743,7 +20859,7 @@ static amp_result ampi_tape_model(const amp_tape *t, const char *f, amp_param **
 
 /* ---- Tapes */
 
-/* Whether a parameter is there: one that is not registered may be gone. */
+/* Whether a parameter still exists.  One that is not registered may have been destroyed, so it must not be read. */
 static int ampi_param_is_here(amp_context *amp, const amp_param *p) {
     int64_t i;
     int here = 0;
@@ -20839,7 +20955,7 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
     return AMP_OK;
 }
 
-/* Fails like a call on the tape, before anything is recorded. */
+/* Makes `result` the failure of the tape, without recording anything.  Returns 0, no value. */
 static amp_value ampi_tape_refuse(amp_tape *t, const char *f, amp_result result) {
     if (ampi_tape_ready(t, f)) ampi_tape_fail(t, result);
     return 0;
@@ -20937,9 +21053,9 @@ AMP_API amp_result amp_tape_tensor(const amp_tape *tape, amp_value value, amp_te
         memcpy(&out->data, &root->data, sizeof root->data);
         out->data = ampi_at_mut(out->data, out->dtype, n->offset);
     } else if (!tape->ran || root->gone ||
-               tape->slabs[root->buffer].last < (int32_t)(tape->n + tape->n_actions))       /* given to others */
+               tape->slabs[root->buffer].last < (int32_t)(tape->n + tape->n_actions))       /* reused for others */
         out->data = NULL;
-    else                            /* where the forward wrote it: y may be where it was computed again */
+    else                            /* what the forward wrote; y.data may be what was computed again */
         out->data = ampi_at_mut(tape->memory + tape->slabs[root->buffer].offset, out->dtype, n->offset);
     return AMP_OK;
 }
@@ -20981,7 +21097,7 @@ AMP_API amp_result amp_tape_read(const amp_tape *tape, amp_value value, float *o
     return ampi_as(f, result);
 }
 
-/* ---- The graph for people */
+/* ---- The graph as text */
 
 static const char *ampi_print_layer(const amp_tape *t, const ampi_node *n) {
     if (n->key.layer != NULL || !ampi_param_is_here(t->object.amp, n->key.params[0])) return n->key.layer;
@@ -21347,7 +21463,7 @@ AMP_API amp_value amp_tape_custom(amp_tape *tape, const amp_value *inputs, int32
 }
 
 #else
-/* Without models: no parameters but the program's. */
+/* Without models all parameters belong to the program. */
 static amp_result ampi_models_check(amp_context *amp, const amp_param *params, int64_t n) {
     (void)amp; (void)params; (void)n;
     return AMP_OK;
@@ -36027,7 +36143,7 @@ AMPI_O1_END
 #undef AMPI_W
 
 #if AMPI_X86
-#if defined(__clang__)      /* expands macros in the pragmas below, whose words a program may have defined */
+#if defined(__clang__)      /* clang expands macros in the pragmas below, and a program may have defined their words */
 #  pragma push_macro("push")
 #  pragma push_macro("function")
 #  undef push
@@ -36102,7 +36218,8 @@ static inline __m256i AMPI_V(ampi_lane_mask)(int64_t n) {
 }
 #endif
 
-/* The first n lanes from or to memory, 0 <= n <= AMPI_W; the others read as 0. */
+/* Loads or stores the first n lanes, 0 <= n <= AMPI_W.  The memory of the others is not touched, and they are loaded as
+   0. */
 static inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
@@ -36124,7 +36241,7 @@ static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
 #endif
 }
 
-/* Per lane: yes if mask is all ones, no if it is 0. */
+/* In each lane, `yes` if the mask is all ones and `no` if it is 0. */
 static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
@@ -36135,7 +36252,7 @@ static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no)
 #endif
 }
 
-/* All ones in lanes that hold NaN, under -Ofast too. */
+/* All ones in the lanes that hold NaN, also under -Ofast, where the compiler assumes that there is none. */
 static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #if AMPI_PASS == 2
     ampi_vi nan;
@@ -36146,7 +36263,7 @@ static inline ampi_vi AMPI_V(ampi_is_nan)(ampi_vf x) {
 #endif
 }
 
-/* ---- Transposition of the 4 x 4 words in each 128 bits of four vectors */
+/* ---- Transposition of the 4 x 4 words that four vectors have in the same 128 bits */
 
 #if AMPI_PASS == 3
 #  define AMPI_SHUFFLE(a, b, i, j, k, l) (ampi_vf)_mm512_shuffle_ps((__m512)(a), (__m512)(b), _MM_SHUFFLE(l, k, j, i))
@@ -36171,7 +36288,7 @@ static AMPI_ALWAYS AMPI_V(ampi_four) AMPI_V(ampi_transpose4)(AMPI_V(ampi_four) r
 }
 #undef AMPI_SHUFFLE
 
-/* ---- Numbers: bulk conversions, with the bits of the scalar functions of >>numbers. */
+/* ---- Numbers: conversions of many numbers, with the same bits as the scalar functions of >>numbers */
 
 #define ampi_vu AMPI_V(ampi_vuint)       /* AMPI_W uint32 */
 typedef uint32_t ampi_vu __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
@@ -36185,7 +36302,8 @@ static inline void AMPI_V(ampi_store32)(void *p, int64_t i, ampi_vu v) {
     memcpy((char *)p + 4 * i, &v, sizeof v);
 }
 
-/* 16-bit elements from i on, widened into 32-bit lanes, and back; the lanes must be below 65536. */
+/* Loads the 16-bit elements from i on into 32-bit lanes, and stores such lanes.  Lanes that are stored must be below
+   65536. */
 static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     const char *from = (const char *)p + 2 * i;
 #if AMPI_PASS == 3
@@ -36213,9 +36331,9 @@ static inline void AMPI_V(ampi_store16)(void *p, int64_t i, ampi_vu v) {
 #endif
 }
 
-/* x + add, whose upper bits will be kept: bf16 or tf32.  add is half of the last place kept to round to nearest, that
-   less 1 plus the last place's bit for ties to even, or random bits below it for stochastic rounding.  NaNs become
-   quiet. */
+/* x + add, of which the caller keeps the upper bits as bf16 or tf32.  NaNs become quiet.  add decides the rounding:
+   half of the last place that is kept rounds to nearest, with ties away from zero; that less 1, plus the bit of the
+   last place, has ties to even; random bits below the last place round stochastically. */
 static inline ampi_vu AMPI_V(ampi_round_up)(ampi_vu x, ampi_vu add) {
 #if AMPI_PASS == 3
     __mmask16 nan = _mm512_fpclass_ps_mask((__m512)x, 0x81);
@@ -36231,8 +36349,8 @@ static inline ampi_vu AMPI_V(ampi_bf16_round)(ampi_vu x) {
     return AMPI_V(ampi_round_up)(x, ((x >> 16) & 1u) + 0x7fffu);
 }
 
-/* F16C instructions do not depend on flush-to-zero or denormals-are-zero: fp16 subnormals are always kept, and an
-   fp32 subnormal is far below the smallest of them. */
+/* The results of F16C instructions do not depend on flush-to-zero or denormals-are-zero.  They always keep fp16
+   subnormals, and an fp32 subnormal is far below the smallest of these. */
 #if AMPI_PASS == 3
 static inline __m256i AMPI_V(ampi_f16_narrow)(ampi_vf v) {
     return _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT);
@@ -36260,7 +36378,8 @@ static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
 }
 #endif
 
-/* Rounds to nearest in `dtype`: ties to even in fp16 and bf16, away from zero in tf32.  Other dtypes: unchanged. */
+/* Rounds to nearest in `dtype`, with ties to even in fp16 and bf16 and away from zero in tf32.  With another dtype v
+   stays as it is. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_round_to)(ampi_vf v, amp_dtype dtype) {
     ampi_vu x = (ampi_vu)v, zero = {0};
     switch (dtype) {
@@ -36366,7 +36485,7 @@ static void AMPI_V(ampi_f32_from_f16)(void *dst, const void *src, int64_t n) {
     for (; i < n; i++) ampi_put32(dst, i, ampi_bits_of_f16(ampi_get16(src, i)));
 }
 
-/* Half a vector's worth of fp64 from src + 8 i on, as fp32. */
+/* Converts half a vector of fp64 to fp32, rounded to odd: toward zero, and the last bit is set if that was inexact. */
 #if AMPI_PASS == 3
 static inline __m256 AMPI_V(ampi_odd)(const double *src) {
     __m512d x = _mm512_loadu_pd(src);
@@ -36433,8 +36552,9 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
 
-/* fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes; fp32 addition rounds, or
-   restores exactly, its subnormals, without any fp32 subnormal. */
+/* Convert between fp32 and fp8 with m mantissa bits, exponent bias b and this largest finite pattern, in 32-bit lanes.
+   For subnormals of fp8 an fp32 addition does the rounding of _narrow, and an fp32 subtraction is the exact conversion
+   of _widen.  Neither depends on how the CPU treats fp32 subnormals. */
 static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_narrow)(ampi_vu x, int m, int b,
                                                                              uint32_t largest) {
     ampi_vu magnitude = x & 0x7fffffffu, zero = {0}, unit = zero + ((uint32_t)(151 - b - m) << 23);
@@ -36456,7 +36576,7 @@ static AMPI_ALWAYS ampi_vu AMPI_V(ampi_fp8_widen)(ampi_vu x, int m, int b, uint3
     ampi_vu is_nan = (ampi_vu)((ampi_vi)magnitude > 0x7c), special = scaled | 0x7f800000u | (is_nan & 0x400000u);
     ampi_vu is_below = (ampi_vu)((ampi_vi)magnitude < (int32_t)(1u << m)),
             is_special = (ampi_vu)((ampi_vi)magnitude > (int32_t)largest);
-    if (largest == 0x7e) special = zero + 0x7fc00000u;      /* E4M3 has no payload */
+    if (largest == 0x7e) special = zero + 0x7fc00000u;      /* the NaN of E4M3 has no payload */
     return (x & 0x80u) << 24 | (below & is_below) | (special & is_special) | (normal & ~(is_below | is_special));
 }
 static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
@@ -36511,7 +36631,8 @@ static void AMPI_V(ampi_fp8_from_f32)(void *dst, const void *src, int64_t n, amp
 }
 
 #if AMPI_PASS == 3
-/* 16 numbers rounded to odd, as in ampi_odd; below fp32's normal numbers only the bits that will be kept are right. */
+/* Rounds 16 numbers to odd, like ampi_odd.  A result below fp32's normal numbers may lack the last bit.  That is of no
+   consequence for fp16 and fp8, which round such numbers to 0; see ampi_store_bf16 for bf16. */
 static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     __m512d x = _mm512_loadu_pd(src), y = _mm512_loadu_pd(src + 8);
     __m256 low = _mm512_cvt_roundpd_ps(x, _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC),
@@ -36523,7 +36644,7 @@ static AMPI_ALWAYS __m512 AMPI_V(ampi_odd16)(const double *src) {
     return _mm512_castsi512_ps(_mm512_mask_or_epi32(both, inexact, both, _mm512_set1_epi32(1)));
 }
 
-/* 32 numbers rounded to odd in fp16, times a power of two. */
+/* Multiplies 32 numbers by a power of two, and rounds the products to odd in fp16. */
 static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float factor) {
     __m512 x = _mm512_mul_ps(AMPI_V(ampi_odd16)(src), _mm512_set1_ps(factor)),
            y = _mm512_mul_ps(AMPI_V(ampi_odd16)(src + 16), _mm512_set1_ps(factor));
@@ -36535,7 +36656,8 @@ static AMPI_ALWAYS __m512i AMPI_V(ampi_odd32_f16)(const double *src, float facto
     return _mm512_or_si512(both, _mm512_maskz_set1_epi16(inexact, 1));
 }
 
-/* E5M2 is the upper half of fp16, and so is E4M3, one bit further down, of the number over 256. */
+/* The pattern of E5M2 is the upper byte of the number in fp16.  That of E4M3 is, after the sign, the seven bits from
+   bit 7 on of the number divided by 256 in fp16. */
 static AMPI_ALWAYS void AMPI_V(ampi_store_e5m2)(uint8_t *to, const double *src) {
     __m512i x = AMPI_V(ampi_odd32_f16)(src, 1), one = _mm512_set1_epi16(1);
     __mmask32 number =
@@ -36553,7 +36675,7 @@ static AMPI_ALWAYS void AMPI_V(ampi_store_e4m3)(uint8_t *to, const double *src) 
     _mm256_storeu_si256((__m256i *)(void *)to, _mm512_cvtepi16_epi8(y));
 }
 
-/* bf16 keeps subnormals below fp32's normal numbers: there fp32 must be exactly odd. */
+/* bf16 has subnormals below fp32's normal numbers.  For these ampi_odd is called, whose last bit is right there too. */
 static AMPI_ALWAYS void AMPI_V(ampi_store_bf16)(uint16_t *to, const double *src) {
     __m512i x = _mm512_castps_si512(AMPI_V(ampi_odd16)(src)), half;
     if (_mm512_testn_epi32_mask(x, _mm512_set1_epi32(0x7f800000)))
@@ -36627,7 +36749,8 @@ static void AMPI_V(ampi_clamp)(void *dst, const void *src, int64_t n, uint32_t l
     }
 }
 
-/* Counts in 32-bit lanes, flushed before they can overflow. */
+/* Counts the elements that have all bits of the mask.  It counts in 32-bit lanes, which it adds to the total before
+   they can overflow. */
 static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     int64_t i = 0, total = 0;
     while (i + AMPI_W <= n) {
@@ -36641,7 +36764,7 @@ static int64_t AMPI_V(ampi_count32)(const void *src, int64_t n, uint32_t mask) {
     return total;
 }
 
-/* The same over pairs of 16-bit elements. */
+/* Does the same for 16-bit elements, two in a lane. */
 static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
     uint32_t high = mask << 16;
     int64_t pairs = n / 2, i = 0, total = 0;
@@ -36659,7 +36782,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
     return total;
 }
 
-/* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane. */
+/* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane */
 
 #if AMPI_PASS >= 2
 #if AMPI_PASS == 3
@@ -36670,7 +36793,7 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 #  define ampi_mi __m256i
 #endif
 
-/* The low and high halves of the products with m. */
+/* The low and the high 32 bits of the products x m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
     typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
     ampi_mi factor = AMPI_M(set1_epi32)((int)m);
@@ -36680,8 +36803,9 @@ static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, am
     *high = (ampi_vu)(even >> 32 | (odd & 0xffffffff00000000u));
 }
 
-/* out[0..4W) = the blocks from `block` on, whose low words must not wrap.  A transposition of 4 x 4 words in each
-   128 bits leaves word groups in the order lane 0, 4, 8, .. 1, 5, ..: the lanes' blocks are numbered to match. */
+/* Writes AMPI_W blocks, from `block` on, to out[0..4W).  The low word of their numbers must not wrap.  After the
+   transposition of 4 x 4 words in each 128 bits, the words of the lanes come in the order 0, 4, 8, .. 1, 5, .. of the
+   lanes.  The lanes get the numbers of their blocks in that order. */
 static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     ampi_vu c0 = {0}, c1 = c0 + (uint32_t)(block >> 32), c2 = c0, c3 = c0, low0, high0, low2, high2;
     uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
@@ -36754,8 +36878,8 @@ __extension__ static const ampi_numbers_vec AMPI_V(ampi_numbers_kernels) = {
 #else
 /* ==== 6 >>workers: vector kernels ==== */
 
-/* ---- Vector helpers and elementary functions, safe under -Ofast: special values are recognised by their bits, and
-   AMPI_V(ampi_keep) stops the compiler from reordering a sum whose order matters. */
+/* ---- Vector helpers and elementary functions.  They are safe under -Ofast: special values are recognised by their
+   bits, and AMPI_V(ampi_keep) keeps the compiler from reordering a sum whose order matters. */
 
 static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 #if AMPI_PASS == 3
@@ -36769,7 +36893,8 @@ static inline ampi_vf AMPI_V(ampi_splat)(float x) {
 }
 static inline ampi_vi AMPI_V(ampi_splat_int)(int32_t x) { ampi_vi zero = {0}; return zero + x; }
 
-/* v, with its origin hidden from the compiler. */
+/* Returns v, but the compiler cannot see where the result comes from.  So it cannot merge the operation that computed v
+   with those that follow. */
 static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("" : "+v"(v));
@@ -36783,7 +36908,7 @@ static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
     return v;
 }
 
-/* The larger and the smaller of two numbers; with a NaN, either operand. */
+/* The larger and the smaller of two numbers.  If one is NaN, the result is either operand. */
 static inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
 #if AMPI_PASS == 3
     return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
@@ -36814,7 +36939,7 @@ static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
 #endif
 }
 
-/* a / b and sqrt(a), correctly rounded: -Ofast's approximations fail for infinities and zeros. */
+/* a / b and sqrt(a), correctly rounded.  The approximations that -Ofast allows are wrong for infinities and zeros. */
 static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vdivps %1, %0, %0" : "+v"(a) : "v"(b));
@@ -36855,7 +36980,8 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 #endif
 }
 
-/* The sum and the largest of all lanes, by halves: lane i with lane i + W/2, and so on. */
+/* The sum and the largest of all lanes.  Lane i is combined with lane i + W/2, then the halves of the result likewise,
+   down to one lane. */
 static inline float AMPI_V(ampi_sum)(ampi_vf v) {
 #if AMPI_PASS >= 2
     __m128 s;
@@ -36897,7 +37023,8 @@ static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) 
     return p;
 }
 
-/* x clamped to [low, high]; NaN stays NaN, which min and max ensure only for their second operand. */
+/* x clamped to [low, high].  NaN stays NaN.  The instructions for min and max ensure that only for their second
+   operand. */
 static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
@@ -36910,7 +37037,8 @@ static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
 #endif
 }
 
-/* x 2^n for an integer n from -252 to 254, in two steps so that no factor overflows; 0 where not place > limit. */
+/* x 2^n for an integer n from -252 to 254, and 0 in lanes whose place is not above limit.  Without AVX-512 there are
+   two factors, because 2^n alone could overflow. */
 static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, int32_t limit) {
 #if AMPI_PASS == 3
     __mmask16 kept = _mm512_cmpgt_epi32_mask((__m512i)place, _mm512_set1_epi32(limit));
@@ -36923,12 +37051,12 @@ static inline ampi_vf AMPI_V(ampi_scale2)(ampi_vf x, ampi_vf n, ampi_vi place, i
 #endif
 }
 
-/* exp(x) = 2^n exp(r), n = round(x / ln 2), r = x - n ln 2 with ln 2 in two parts.  Below -87.3 the result is 0,
-   as subnormal numbers cost a hundred times as much; above 88.73 it is inf.  Largest error measured: 1.03 ulp.  All
-   four functions: NaN gives NaN. */
+/* exp(x) = 2^n exp(r) with n = round(x / ln 2) and r = x - n ln 2, where ln 2 is in two parts.  Below -87.3 the result
+   is 0, because subnormal numbers cost a hundred times as much.  Above 88.73 it is inf.  The largest error measured is
+   1.03 ulp.  This function and the next three return NaN for NaN. */
 static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     static const float c[] = {0.5f, 0.166665763f, 0.0416665524f, 0.00836334564f, 0.00139263924f};
-    /* Moves the patterns from below -87.3 (0xc2ae999a) to -inf (0xff800000) to the smallest integers. */
+    /* The patterns from just below -87.3 (0xc2ae999a) to -inf (0xff800000) become the smallest integers. */
     ampi_vi place = (ampi_vi)((AMPI_V(ampi_vuint))x + 0xbd516665u);
     ampi_vf y = AMPI_V(ampi_bound)(x, -87.3f, 89.0f);
     ampi_vf n = AMPI_V(ampi_round)(y * AMPI_V(ampi_splat)(1.44269504f)), r, p;
@@ -36938,9 +37066,9 @@ static inline ampi_vf AMPI_V(ampi_exp)(ampi_vf x) {
     return AMPI_V(ampi_scale2)(p + AMPI_V(ampi_splat)(1.0f), n, place, -0x432e999b);
 }
 
-/* log(x) = k ln 2 + log(1 + f), x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2), and with s = f / (2 + f)
-   log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  Largest error 0.79 ulp; 0 gives -inf,
-   below 0 NaN. */
+/* log(x) = k ln 2 + log(1 + f), where x = 2^k (1 + f) with 1 + f from sqrt(1/2) to sqrt(2).  With s = f / (2 + f),
+   log(1 + f) = 2 atanh(s) = f - (f^2/2 - s (f^2/2 + R(s^2))), as in fdlibm.  The largest error is 0.79 ulp.  log(0) is
+   -inf, and the result is NaN below 0. */
 static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
     static const float c[] = {0.666666687f, 0.400001258f, 0.285503983f, 0.233419433f};
     ampi_vi bits = (ampi_vi)x, subnormal = (ampi_vi)(bits < 0x00800000), k;
@@ -36963,7 +37091,8 @@ static inline ampi_vf AMPI_V(ampi_log)(ampi_vf x) {
     return AMPI_V(ampi_select)(k, (ampi_vf)AMPI_V(ampi_splat_int)(-0x00800000), w);
 }
 
-/* tanh(x): x + x^3 P(x^2) below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  Largest error 1.3 ulp. */
+/* tanh(x) is x + x^3 P(x^2) where |x| is below 0.625, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x.  The largest
+   error is 1.3 ulp. */
 static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     static const float c[] = {-0.333333343f, 0.133333042f, -0.0539592579f, 0.0217689183f, -0.00834394526f,
                               0.00229274482f};
@@ -36977,8 +37106,8 @@ static inline ampi_vf AMPI_V(ampi_tanh)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* erf(x): x + x P(x^2) below 0.92, else 1 - exp(Q(|x|)), Q(t) = log(1 - erf(t)), with the sign of x.  Largest error
-   1.16 ulp. */
+/* erf(x) is x + x P(x^2) where |x| is below 0.92, else 1 - exp(Q(|x|)) with the sign of x, where Q(t) approximates
+   log(1 - erf(t)).  The largest error is 1.16 ulp. */
 static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     static const float p[] = {0.128379166f, -0.376126349f, 0.112837009f, -0.0268596914f, 0.00520171458f,
                               -0.000815005042f, 8.39977802e-05f};
@@ -36994,19 +37123,19 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
     return AMPI_V(ampi_select)(AMPI_V(ampi_is_nan)(x), x, a);
 }
 
-/* ---- GEMM kernels.  A tile's sums are named variables: gcc keeps no array of vectors in registers.  At
-   any tile height, a sum is one chain of FMAs in the order of k, or several in turn of at most AMPI_TILE_CHAIN words:
-   a chain's error grows with its length. */
+/* ---- GEMM kernels.  The sums of a tile are named variables, because gcc keeps no array of vectors in registers.  In a
+   tile of any height, a sum is a chain of FMAs in the order of k.  Where k has more than AMPI_TILE_CHAIN words, several
+   chains follow each other and are added, because the error of a chain grows with its length. */
 
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
 #  define AMPI_GEMM_BLOCK 512
 #else
-#  define AMPI_GEMM_ROWS 6              /* 12 of 16 */
+#  define AMPI_GEMM_ROWS 6              /* 12 of 16 registers */
 #  define AMPI_GEMM_BLOCK 256
 #endif
 
-/* One word in all lanes; a and b may hold pairs of bf16, so no type is assumed. */
+/* One word in all lanes.  It may be a pair of bf16, so its bits are copied. */
 static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     float word;
     memcpy(&word, p, sizeof word);
@@ -37016,7 +37145,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #if AMPI_PASS == 1
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
-#elif AMPI_PASS == 2                    /* its masks are slow */
+#elif AMPI_PASS == 2                    /* masked loads and stores are slow in AVX2 */
 #  define AMPI_TILE_LOAD(p) (cut ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
 #  define AMPI_TILE_WRITE(p, v) \
     do { \
@@ -37048,7 +37177,8 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
-/* A chain of products; written once for whole and once for cut rows of b, so that the loop does not ask. */
+/* Adds a chain of products to the sums.  AMPI_TILE has this loop twice, for whole and for cut rows of b, so the loop
+   itself does not test which they are. */
 #define AMPI_TILE_SUM(r) \
     for (; chain > 0; \
          chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
@@ -37060,7 +37190,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     static AMPI_TILE_TARGET void AMPI_V(name##v##_##r)(int64_t k, const float *a, int64_t lda, int64_t step, \
                                                        const float *b, int64_t ldb, int64_t tail, const float *add, \
                                                        int64_t ldadd, float *c, int64_t ldc) { \
-        /* three rows per pointer: fourteen addresses do not fit into registers */ \
+        /* three rows per pointer, because 14 addresses do not fit in registers */ \
         const float *at[5] = {a, a + 3 * lda, a + 6 * lda, a + 9 * lda, a + 12 * lda}; \
         int64_t chains = (k + AMPI_TILE_CHAIN - 1) / AMPI_TILE_CHAIN, \
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
@@ -37123,7 +37253,7 @@ static void AMPI_V(ampi_gemm_row)(float *dst, const void *src, amp_dtype dtype, 
     else if (dtype == AMP_BF16) AMPI_V(ampi_f32_from_bf16)(dst, src, n);
     else if (compute == AMP_F32) memcpy(dst, src, (size_t)n * sizeof *dst);
     else AMPI_V(ampi_round_row)(dst, src, n, compute);
-    /* a 16-bit source needs no rounding to its own format, and tf32 holds all of both */
+    /* A 16-bit source is not rounded to the format that it has, and tf32 holds all numbers of both formats. */
     if (dtype != AMP_F32 && dtype != compute && (compute == AMP_F16 || compute == AMP_BF16))
         AMPI_V(ampi_round_row)(dst, dst, n, compute);
 }
@@ -37134,7 +37264,7 @@ static void AMPI_V(ampi_gemm_rows_of)(float *dst, int64_t pitch, const void *src
     for (i = 0; i < m; i++) AMPI_V(ampi_gemm_row)(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
 }
 
-/* Deals n words out as one row of several panels. */
+/* Copies n words into one row of several panels, with 2 AMPI_W words in each. */
 static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const float *src, int64_t n) {
     for (; n >= 2 * AMPI_W; n -= 2 * AMPI_W, src += 2 * AMPI_W, dst += stride) {
         AMPI_V(ampi_store)(dst, AMPI_V(ampi_load)(src));
@@ -37145,7 +37275,7 @@ static inline void AMPI_V(ampi_gemm_deal)(float *dst, int64_t stride, const floa
     AMPI_V(ampi_store)(dst + AMPI_W, AMPI_V(ampi_load_tail)(src + AMPI_MIN(n, AMPI_W), AMPI_MAX(n - AMPI_W, 0)));
 }
 
-/* The AMPI_W values from i on as words. */
+/* The AMPI_W values from i on, as words of fp32 rounded to `compute`. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_gemm_words)(const char *src, int64_t i, amp_dtype dtype, amp_dtype compute) {
     ampi_vf v;
     if (dtype == AMP_BF16) v = (ampi_vf)(AMPI_V(ampi_load16)(src, i) << 16);
@@ -37153,7 +37283,7 @@ static AMPI_ALWAYS ampi_vf AMPI_V(ampi_gemm_words)(const char *src, int64_t i, a
     else v = (ampi_vf)AMPI_V(ampi_load32)(src, i);
     return dtype == compute ? v : AMPI_V(ampi_round_to)(v, compute);
 }
-/* With constants for the dtypes, a row is converted in registers between its memory and the panels. */
+/* Called with constants for the dtypes, so that a row is converted in registers on its way to the panels. */
 static AMPI_ALWAYS void AMPI_V(ampi_gemm_weave_as)(float *dst, int64_t stride, const void *src, amp_dtype dtype,
                                                    amp_dtype compute, int64_t ld, int64_t k, int64_t n) {
     float rest[2 * AMPI_W];
@@ -37186,9 +37316,10 @@ static void AMPI_V(ampi_gemm_weave)(float *dst, int64_t stride, const void *src,
         AMPI_V(ampi_gemm_weave_as)(dst, stride, src, dtype, compute, ld, k, n);
 }
 
-/* ---- Transposition: rows that end up side by side are loaded first */
+/* ---- Transposition.  A vector is loaded with 4 words of every fourth row.  The transposition of 4 x 4 words in each
+   128 bits then leaves neighbouring rows side by side. */
 
-/* 4 words from each of p, p + step, .. */
+/* Loads 4 words from each of p, p + step, and so on. */
 static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 #if AMPI_PASS == 3
     __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(p));
@@ -37203,7 +37334,7 @@ static inline ampi_vf AMPI_V(ampi_gather4)(const float *p, int64_t step) {
 #endif
 }
 
-/* AMPI_W rows and 4 columns */
+/* Transposes AMPI_W rows and 4 columns. */
 static inline void AMPI_V(ampi_transpose_strip)(float *dst, int64_t ldd, const float *src, int64_t lds) {
     AMPI_V(ampi_four) r;
     r.a = AMPI_V(ampi_gather4)(src, 4 * lds);
@@ -37246,7 +37377,7 @@ static void AMPI_V(ampi_gemm_scale)(float *x, float alpha, const float *bias, in
     }
 }
 
-/* x += beta c, n at most AMPI_GEMM_BUFFER */
+/* x += beta c.  n is at most AMPI_GEMM_BUFFER. */
 static void AMPI_V(ampi_gemm_add_c)(float *x, float beta, const void *c, amp_dtype dtype, int64_t offset, int64_t n) {
     float scratch[AMPI_GEMM_BUFFER + AMPI_W];
     ampi_vf factor = AMPI_V(ampi_splat)(beta), zero = {0.0f};
@@ -37278,7 +37409,7 @@ static void AMPI_V(ampi_gemm_finish)(const ampi_gemm_out *out, float *x, int64_t
 
 /* ---- Matrix times vector */
 
-/* v + x[0] b[0][j] + .. over 4 rows */
+/* v + x[0] b0 + x[1] b1 + x[2] b2 + x[3] b3, in this order. */
 static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b0, ampi_vf b1, ampi_vf b2, ampi_vf b3) {
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[0]), b0, v);
     v = AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[1]), b1, v);
@@ -37286,7 +37417,7 @@ static inline ampi_vf AMPI_V(ampi_combine4)(ampi_vf v, const float *x, ampi_vf b
     return AMPI_V(ampi_fma)(AMPI_V(ampi_splat)(x[3]), b3, v);
 }
 
-/* Four vectors of y over all k, kept in registers. */
+/* Adds the products over all k to four vectors of y, which stay in registers. */
 static inline void AMPI_V(ampi_combine_strip)(float *y, const float *x, const float *b, int64_t ld, int64_t k) {
     ampi_vf s0 = AMPI_V(ampi_load)(y), s1 = AMPI_V(ampi_load)(y + AMPI_W);
     ampi_vf s2 = AMPI_V(ampi_load)(y + 2 * AMPI_W), s3 = AMPI_V(ampi_load)(y + 3 * AMPI_W);
@@ -37341,15 +37472,15 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
     return AMPI_V(ampi_sum)(s0 + s1);
 }
 
-/* ---- Rows times rows, both contiguous along k: each lane has its own part of a sum */
+/* ---- Rows times rows, both contiguous along k.  Each lane has a part of a sum.  The lanes are added at the end. */
 
 #if AMPI_W == 16
 #  define AMPI_DOT_ROWS 6               /* 24 sums and their operands, in 32 registers */
 #else
-#  define AMPI_DOT_ROWS 2               /* 8 of 16 */
+#  define AMPI_DOT_ROWS 2               /* 8 sums, in 16 registers */
 #endif
 
-/* The sum of all lanes of each of four vectors. */
+/* For each of four vectors, the sum of its lanes. */
 static inline void AMPI_V(ampi_sum4)(float *sums, ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     AMPI_V(ampi_four) r = {a, b, c, d};
     ampi_vf v;
@@ -37419,7 +37550,7 @@ AMPI_DOTS(ampi_dots_)
 #undef AMPI_DOT_TAIL
 #undef AMPI_DOT_PRODUCT
 
-/* Columns beyond `cols` repeat the last. */
+/* Does four columns at a time.  Where fewer are left, the last is repeated, so there are sums for four. */
 static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b,
                                    int64_t ldb, float *sums) {
     static const ampi_dot_rows dots[AMPI_DOT_ROWS] = {AMPI_V(ampi_dots_1), AMPI_V(ampi_dots_2),
@@ -37434,12 +37565,12 @@ static void AMPI_V(ampi_gemm_dots)(int64_t rows, int64_t cols, int64_t k, const 
     }
 }
 
-/* Rounds the product before adding it, as for any k. */
+/* A product for the case that k is 1.  It is rounded before it is added to c, as the sums for other k are. */
 static inline ampi_vf AMPI_V(ampi_outer)(ampi_vf x, ampi_vf b) {
     ampi_vf zero = {0.0f};
     return AMPI_V(ampi_keep)(AMPI_V(ampi_fma)(x, b, zero));
 }
-/* The last columns, fewer than a vector has lanes. */
+/* Does the last columns, which are fewer than the lanes of a vector. */
 static AMPI_ALWAYS void AMPI_V(ampi_outer_rest)(int64_t rows, int64_t rest, const float *a,
                                                                           int64_t step, const float *b, int add,
                                                                           float *c, int64_t ldc) {
@@ -37486,14 +37617,15 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .outer = AMPI_V(ampi_gemm_outer),
     .pairs = NULL};
 
-/* ---- The same with pairs of bf16 and vdpbf16ps, which adds the product of the high halves, then that of the low ones.
-   It takes subnormal operands as 0; so does the conversion that packs them, unlike the roundings of >>numbers. */
+/* ---- The same with pairs of bf16 and vdpbf16ps.  This instruction adds the product of the high halves, then that of
+   the low ones.  It reads subnormal operands as 0.  The instruction that packs operands does that too, unlike the
+   roundings of >>numbers. */
 
 #if AMPI_GEMM_BF16 && AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
-/* clang 16 (Apple calls it 15) recurses until its stack ends over a shuffle, as of a word into all lanes, that becomes
-   a vector of __bf16 within a loop: ampi_keep parts the two. */
+/* clang 16, which Apple calls 15, crashes with a stack overflow where the result of a shuffle becomes a vector of
+   __bf16 within a loop.  Copying a word into all lanes is such a shuffle.  ampi_keep separates the two. */
 static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
 #if defined(__clang__) && (__clang_major__ == 15 || __clang_major__ == 16)
     x = AMPI_V(ampi_keep)(x);
@@ -37519,24 +37651,24 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
 
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
-/* Calls the function with the dtype as a constant. */
+/* Makes a call in which the dtype is the constant OF_DTYPE. */
 #define AMPI_BF16_OF(dtype, call) \
     if (dtype == AMP_F32) { enum { OF_DTYPE = AMP_F32, OF_SIZE = 4 }; call; } \
     else if (dtype == AMP_F16) { enum { OF_DTYPE = AMP_F16, OF_SIZE = 2 }; call; } \
     else { enum { OF_DTYPE = AMP_BF16, OF_SIZE = 2 }; call; }
 
-/* The first n of 16 lanes; any n. */
+/* A mask of the first n of 16 lanes.  n may also be negative, or above 16. */
 static AMPI_BF16_INLINE __mmask16 ampi_lanes16(int64_t n) {
     return (__mmask16)(n >= 16 ? 0xffff : n <= 0 ? 0 : (1 << n) - 1);
 }
 
-/* The selected ones of 16 fp32 or fp16 values. */
+/* Loads the selected lanes of 16 fp32 or fp16 values.  The others are 0. */
 static AMPI_BF16_INLINE __m512 ampi_gemm_load_bf16(const char *p, int dtype, __mmask16 lanes) {
     if (dtype == AMP_F16) return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, p));
     return _mm512_maskz_loadu_ps(lanes, p);
 }
 
-/* n of 32 values side by side, as pairs */
+/* Loads n of 32 neighbouring values, as pairs of bf16.  The others are 0. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, int64_t n) {
     if (dtype == AMP_BF16)
         return (ampi_vf)_mm512_maskz_loadu_epi16((__mmask32)ampi_lanes16(n) | (__mmask32)ampi_lanes16(n - 16) << 16, p);
@@ -37545,7 +37677,8 @@ static AMPI_BF16_INLINE ampi_vf ampi_gemm_side_bf16(const char *p, int dtype, in
                                     ampi_gemm_load_bf16(p, dtype, ampi_lanes16(n)));
 }
 
-/* Pairs of values in the same column of two rows: lanes n of 16 from row `low`, lanes m from row `high`. */
+/* Loads 16 pairs, each of the values in the same column of the rows `low` and `high`.  n and m select the lanes of
+   each row; the others are 0. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int dtype, __mmask16 n,
                                                      __mmask16 m) {
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
@@ -37576,7 +37709,7 @@ static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp
     ampi_gemm_rows_bf16(dst, 0, src, dtype, compute, 0, n, 1);
 }
 
-/* n of 16 columns, in words `pitch` apart, 0 beyond. */
+/* Packs n of 16 columns as pairs of two rows, in vectors that are `pitch` words apart.  The other columns are 0. */
 static AMPI_BF16_INLINE void ampi_gemm_strip_of(float *dst, int64_t pitch, const char *src, int dtype, int64_t step,
                                                 int64_t k, int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
@@ -37608,7 +37741,7 @@ static AMPI_TILE_TARGET void ampi_gemm_outer_bf16(int64_t rows, int64_t cols, co
                                                   int64_t step, const float *b, int add, float *c, int64_t ldc) {
     AMPI_BF16_OF(dtype, ampi_gemm_outer_of(rows, cols, (const char *)a, OF_DTYPE, step * OF_SIZE, b, add, c, ldc))
 }
-/* Incomplete last vectors of all rows come after the complete ones. */
+/* The complete vectors of all rows are packed first, then the incomplete last ones. */
 static AMPI_BF16_INLINE void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, int dtype, int64_t step,
                                                 int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, whole = n / 16 * 16, p, j;
@@ -37628,7 +37761,7 @@ static AMPI_TILE_TARGET void ampi_gemm_weave_bf16(float *dst, int64_t stride, co
     AMPI_BF16_OF(dtype, ampi_gemm_weave_of(dst, stride, (const char *)src, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* One vector of y, of n values, over all k. */
+/* Adds the products over all k to one vector of y, of n values. */
 static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char *b, int dtype, int64_t step, int64_t k,
                                             int64_t n) {
     __mmask16 lanes = ampi_lanes16(n);
@@ -37641,7 +37774,7 @@ static AMPI_BF16_INLINE void ampi_gemv_rows(float *y, const float *x, const char
     _mm512_mask_storeu_ps(y, lanes, (__m512)sum);
 }
 
-/* Many columns, four rows at a time, to suit memory. */
+/* Takes only four rows at a time where there are many columns, to suit the way memory is read. */
 static AMPI_BF16_INLINE void ampi_gemv_combine_of(float *y, const float *x, const char *b, int dtype, int64_t step,
                                                   int64_t k, int64_t n) {
     int64_t size = dtype == AMP_F32 ? 4 : 2, rows = n > 512 ? 4 : n > 16 ? 16 : AMPI_MAX(k, 1), p, j;
@@ -37656,14 +37789,16 @@ static AMPI_TILE_TARGET void ampi_gemv_combine_bf16(float *y, const float *x, co
     AMPI_BF16_OF(dtype, ampi_gemv_combine_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* Adds the products of n of 32 values from i on; sums without a word stay unchanged. */
+/* Adds the products of n of 32 values, from i on.  Lanes of the sum that none of these values belong to stay as they
+   are. */
 static AMPI_BF16_INLINE ampi_vf ampi_gemv_side(ampi_vf sum, ampi_vf x, const char *row, int dtype, int64_t i,
                                                int64_t n) {
     ampi_vf all = ampi_gemm_dot2(x, ampi_gemm_side_bf16(row + i * (dtype == AMP_F32 ? 4 : 2), dtype, n), sum);
     return n >= 32 ? all : (ampi_vf)_mm512_mask_blend_ps(ampi_lanes16((n + 1) / 2), (__m512)sum, (__m512)all);
 }
 
-/* Four rows together.  Of 16 sums, those of each four words are added as 0 + 2 and 1 + 3, then the fours likewise. */
+/* Computes the dot products of four rows together.  Each has 16 sums.  Of every four of these, 0 and 2 are added and 1
+   and 3, then the two results.  The four numbers that remain are added in the same order. */
 static AMPI_BF16_INLINE __m128 ampi_gemv_four_dots(const float *x, const char *const row[4], int dtype, int64_t k) {
     ampi_vf s0 = {0.0f}, s1 = s0, s2 = s0, s3 = s0, factor;
     __m256 half;
@@ -37700,12 +37835,13 @@ static AMPI_TILE_TARGET void ampi_gemv_dots_bf16(float *y, const float *x, const
     AMPI_BF16_OF(dtype, ampi_gemv_dots_of(y, x, (const char *)b, OF_DTYPE, ld * OF_SIZE, k, n))
 }
 
-/* (a + b) + (c + d), under -Ofast too */
+/* (a + b) + (c + d), also under -Ofast. */
 static inline ampi_vf ampi_gemv_add4(ampi_vf a, ampi_vf b, ampi_vf c, ampi_vf d) {
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(a + b) + AMPI_V(ampi_keep)(c + d));
 }
 
-/* The sums held in lanes above are held in 16 vectors here. */
+/* Computes the dot products of packed columns.  The 16 sums are lanes of one vector in ampi_gemv_four_dots; here they
+   are 16 vectors, and are added in the same order. */
 #define AMPI_ROWS_16(X)   AMPI_ROWS_14(X) X(14) X(15)
 #define AMPI_GEMV_ZERO(i) ampi_vf sum##i = {0.0f};
 #define AMPI_GEMV_STEP(i) \
@@ -37738,7 +37874,7 @@ static AMPI_TILE_TARGET void ampi_gemv_dots_packed_bf16(float *y, const float *x
 #undef AMPI_GEMV_STEP
 #undef AMPI_GEMV_REST
 
-/* Rows times rows, fp32 in memory */
+/* Rows times rows, which are fp32 in memory. */
 #define AMPI_DOT_LANES 32
 #define AMPI_DOT_LOAD(p) ampi_gemm_side_bf16((const char *)(p), AMP_F32, 32)
 #define AMPI_DOT_TAIL(p, n) ampi_gemm_side_bf16((const char *)(p), AMP_F32, n)
@@ -37773,8 +37909,9 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
 #undef AMPI_TILE_TARGET
 #endif
 
-/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words; tdpbf16ps adds the products of 16 words to
-   each sum, those of low halves and of high halves summed separately.  Subnormal operands and results count as 0. */
+/* ---- The same pairs with AMX.  A tile register holds 16 rows of 16 words.  tdpbf16ps adds the products of 16 words to
+   each sum.  It sums the products of low halves and those of high halves separately.  Subnormal operands and results
+   count as 0. */
 
 #if AMPI_GEMM_AMX && AMPI_PASS == 3
 #define AMPI_TILE_TARGET \
@@ -37789,11 +37926,11 @@ static AMPI_TILE_TARGET void ampi_amx_begin(void) {
 }
 static AMPI_TILE_TARGET void ampi_amx_end(void) { _tile_release(); }
 
-/* gcc does not know that a tile load reads memory: stores must come first. */
+/* Makes the compiler do all stores before this point.  gcc does not know that a tile load reads memory. */
 static inline void ampi_amx_stored(const void *p) { __asm__ volatile("" : : "r"(p) : "memory"); }
 
-/* Tiles 0 to 3 (two of 16 rows, two of 16 columns) += a b over 16 words; one row of tiles unless `both`.  Strides in
-   bytes. */
+/* Adds a b over 16 words to the tiles 0 to 3, which are two by two tiles of 16 rows and 16 columns.  Unless `both`,
+   only the first 16 rows are computed.  Strides are in bytes. */
 static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size_t lda, const float *b, size_t ldb) {
     _tile_loadd(6, b, ldb);
     _tile_loadd(4, a, lda);
@@ -37806,7 +37943,7 @@ static AMPI_TILE_TARGET inline void ampi_amx_step(int both, const float *a, size
     _tile_dpbf16ps(3, 5, 7);
 }
 
-/* The last words of k, fewer than 16, filled with zeros. */
+/* Does the last words of k, which are fewer than 16, padded with zeros. */
 static AMPI_TILE_TARGET void ampi_amx_rest(int64_t rows, int64_t k, const float *a, int64_t lda, const float *b,
                                            int64_t ldb) {
     float rest_a[32 * 16], rest_b[16 * 32];
@@ -37835,7 +37972,7 @@ static AMPI_TILE_TARGET inline void ampi_amx_store(int both, float *c, size_t ld
     _tile_stored(3, (char *)c + 16 * ldc + 64, ldc);
 }
 
-/* Rows that do not fill a tile are copied through one of their own. */
+/* Rows that do not fill whole tiles are copied through `part`, which has room for whole tiles. */
 static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
                                                     int64_t step, const float *b, int64_t ldb, const float *add,
                                                     int64_t ldadd, float *c, int64_t ldc) {
@@ -37887,9 +38024,9 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE_PART
 #undef AMPI_TILE_STORE
 
-/* ---- Attention.  One matrix product serves all five of a layer's products: it reads its left factor as
-   scalars in any layout, its right factor and the result as vectors, so keys and values are used in place and only
-   strips of queries are transposed. */
+/* ---- Attention.  One matrix product serves all five products of a layer.  It reads its left factor as scalars, in any
+   layout, and its right factor and the result as vectors.  So keys and values are used in place, and only strips of
+   queries are transposed. */
 
 /* 2 AMPI_W neighbouring columns. */
 typedef struct AMPI_V(ampi_two) { ampi_vf x, y; } AMPI_V(ampi_two);
@@ -37928,8 +38065,8 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
     AMPI_V(ampi_store)(c + AMPI_W, sum.y);
 }
 
-/* As many rows from r on as registers allow: 8 with 32 registers, 4 with 16.  Rows beyond the last repeat the first and
-   are not stored. */
+/* Computes as many rows from r on as the registers can hold, 8 with 32 registers and 4 with 16.  Where there are fewer
+   rows, the first takes the place of the others, whose results are not stored. */
 #if AMPI_PASS == 3
 #  define AMPI_PRODUCT_ROWS 8
 #else
@@ -38020,8 +38157,8 @@ static void AMPI_V(ampi_hide)(float *tile, int64_t rows, const ampi_tile_mask *m
 /* All ones in the lanes that hold -inf. */
 static inline ampi_vi AMPI_V(ampi_is_lowest)(ampi_vf x) { return (ampi_vi)((ampi_vi)x == -0x00800000); }
 
-/* m = max(max, scores), p = exp(score - m), rescale = exp(max - m), sum = sum rescale + all p: the running
-   softmax of Milakov and Gimelshein 2018.  Lanes with no visible key yet keep m = -inf and get p = 0. */
+/* The running softmax of Milakov and Gimelshein 2018: m = max(max, scores), p = exp(score - m), rescale = exp(max - m),
+   sum = sum rescale + all p.  Lanes that have had no visible key yet keep m = -inf, and their p is 0. */
 static void AMPI_V(ampi_soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale,
                                 amp_dtype compute) {
     int64_t x, r;
@@ -38063,7 +38200,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     int64_t x, i;
     for (x = 0; x < AMPI_STRIP; x += AMPI_W) {
         ampi_vf l = AMPI_V(ampi_load)(lse + x), d = AMPI_V(ampi_load)(delta + x);
-        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* a query without visible keys: p = 0 */
+        l = AMPI_V(ampi_select)(AMPI_V(ampi_is_lowest)(l), highest, l);      /* p is 0 if no key is visible */
         for (i = x; i < rows * AMPI_STRIP; i += AMPI_STRIP) {
             ampi_vf e = AMPI_V(ampi_exp)(AMPI_V(ampi_load)(p + i) - l);
             AMPI_V(ampi_store)(p + i, e);
@@ -38072,7 +38209,7 @@ static void AMPI_V(ampi_slopes)(float *p, float *ds, int64_t rows, const float *
     }
 }
 
-/* Two sums: four would change the order, and so the gradients' bits. */
+/* It has two sums.  Four would change the order of additions, and with it the bits of gradients. */
 static float AMPI_V(ampi_attention_dot)(const float *a, const float *b, int64_t n) { return AMPI_V(ampi_dot)(a, b, n); }
 
 static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
@@ -38085,7 +38222,7 @@ static int32_t AMPI_V(ampi_has_nan)(const float *x, int64_t n) {
     return any != 0;
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient. */
+/* dx = scale y (dy - sum(y dy)).  A probability of 0 contributes 0, even if its gradient is infinite or NaN. */
 static void AMPI_V(ampi_softmax_backward_row)(const float *y, const float *dy, float scale, float *dx,
                                               int64_t n) {
     ampi_vf s, zero = AMPI_V(ampi_splat)(0.0f), factor = AMPI_V(ampi_splat)(scale);
@@ -38121,10 +38258,10 @@ __extension__ static const ampi_attention_vec AMPI_V(ampi_attention_kernels) = {
     .dot = AMPI_V(ampi_attention_dot),
     .has_nan = AMPI_V(ampi_has_nan),
     .softmax_backward = AMPI_V(ampi_softmax_backward_row)};
-/* ---- The bandwidth-bound operators, on fp32 rows.  The same instructions compute each element of a row;
-   the last n % AMPI_W go through a partly filled vector. */
+/* ---- The bandwidth-bound operators, on fp32 rows.  The same instructions compute every element of a row.  The last
+   n % AMPI_W elements are in a partly filled vector. */
 
-/* The next vector of a row with n elements left: whole, or its first n lanes. */
+/* Loads or stores the next vector of a row with n elements left: the whole vector, or its first n lanes. */
 static inline ampi_vf AMPI_V(ampi_load_upto)(const float *p, int64_t n) {
     return n >= AMPI_W ? AMPI_V(ampi_load)(p) : AMPI_V(ampi_load_tail)(p, n);
 }
@@ -38148,7 +38285,8 @@ static inline ampi_vf AMPI_V(ampi_sigmoid)(ampi_vf x) {
 }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
-   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is limited to 10^4: the sigmoid is long 0 or 1. */
+   2 u = x (A + B x^2), A = 2 sqrt(2 / pi), B = 0.044715 A.  x^2 is limited to 10^4, where the sigmoid has long been 0
+   or 1. */
 #define AMPI_GELU_A 1.5957691216057308f
 #define AMPI_GELU_B 0.07135481282740843f
 
@@ -38162,8 +38300,8 @@ static inline ampi_vf AMPI_V(ampi_gelu)(ampi_vf x) {
     return x * AMPI_V(ampi_sigmoid)(x * AMPI_V(ampi_fma)(b, AMPI_V(ampi_gelu_square)(x), a));
 }
 
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
-   NaN. */
+/* x where p is not 0, and 0 where it is.  p must not be negative.  The product of the result and p is then 0 and not
+   NaN where x is infinite and p is 0. */
 static inline ampi_vf AMPI_V(ampi_where_not_zero)(ampi_vf x, ampi_vf p) {
     return (ampi_vf)((ampi_vi)x & (ampi_vi)((ampi_vi)p != 0));
 }
@@ -38196,7 +38334,7 @@ static inline ampi_vf AMPI_V(ampi_silu_slope)(ampi_vf x, ampi_vf s) {
     return s * AMPI_V(ampi_fma)(AMPI_V(ampi_where_not_zero)(x, s * (one - s)), one - s, one);
 }
 
-/* ReLU by bits, so that NaN survives -Ofast: all ones where x is above 0 or NaN. */
+/* All ones where x is above 0 or NaN.  It tests bits, so that NaN also passes ReLU under -Ofast. */
 static inline ampi_vi AMPI_V(ampi_relu_mask)(ampi_vf x) {
     return (ampi_vi)((ampi_vi)x > 0) | AMPI_V(ampi_is_nan)(x);
 }
@@ -38270,9 +38408,10 @@ static void AMPI_V(ampi_swiglu_backward_row)(const float *gate, const float *up,
     }
 }
 
-/* ---- Sums of rows of fp32, fp16 or bf16, element by element: eight rows in pairs, the rest in order */
+/* ---- Sums of rows of fp32, fp16 or bf16, element by element.  Eight rows at a time are added in pairs, the rest in
+   order. */
 
-/* AMPI_W elements of a row from i on; only m exist. */
+/* Loads AMPI_W elements of a row from i on, of which only m exist.  The others are 0. */
 static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype, int64_t i,
                                                                           int64_t m) {
     float scratch[AMPI_W];
@@ -38287,7 +38426,7 @@ static AMPI_ALWAYS ampi_vf AMPI_V(ampi_load_as)(const void *row, amp_dtype dtype
     return AMPI_V(ampi_load)(scratch);
 }
 
-/* The sum of eight rows, or one row, at i. */
+/* The sum of eight rows, or the value of one row, from element i on. */
 static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t i, int64_t m) {
     ampi_vf s = AMPI_V(ampi_load_as)(r[0], dtype, i, m), a, b, c;
@@ -38299,19 +38438,20 @@ AMPI_V(ampi_sum_at)(const void *const r[8], amp_dtype dtype, int eight, int64_t 
     return AMPI_V(ampi_keep)(AMPI_V(ampi_keep)(s + a) + AMPI_V(ampi_keep)(b + c));
 }
 
-/* y = (y +) that sum, for whole vectors: n is a multiple of AMPI_W. */
+/* y = that sum, or with `add` y += that sum.  n is a multiple of AMPI_W. */
 static AMPI_ALWAYS void
 AMPI_V(ampi_sum_group)(float *y, const void *const *rows, amp_dtype dtype, int eight, int add, int64_t n) {
     const void *r[8];
     int64_t i;
-    for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* in registers: y may alias what `rows` points to */
+    for (i = 0; i < (eight ? 8 : 1); i++) r[i] = rows[i];          /* to registers, because y may alias `rows` */
     for (i = 0; i < n; i += AMPI_W) {
         ampi_vf s = AMPI_V(ampi_sum_at)(r, dtype, eight, i, AMPI_W);
         AMPI_V(ampi_store)(y + i, add ? (ampi_vf)(s + AMPI_V(ampi_load)(y + i)) : s);
     }
 }
 
-/* The sum of all rows at i, with the same bits; it stays in a register.  m elements exist. */
+/* The sum of all rows from element i on, of which m exist.  It stays in a register, and has the same bits as the sum by
+   groups. */
 static AMPI_ALWAYS ampi_vf
 AMPI_V(ampi_sum_strip)(const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     int64_t r = count >= 8 ? 8 : 1;
@@ -38320,7 +38460,7 @@ AMPI_V(ampi_sum_strip)(const void *const *rows, amp_dtype dtype, int64_t count, 
     for (; r < count; r++) s = AMPI_V(ampi_keep)(s + AMPI_V(ampi_load_as)(rows[r], dtype, i, m));
     return s;
 }
-/* What is left over behind whole vectors: once for all dtypes. */
+/* Sums what is left after the whole vectors.  It is compiled once, for all dtypes. */
 static __attribute__((__noinline__)) void
 AMPI_V(ampi_sum_tail)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t i, int64_t m) {
     AMPI_V(ampi_store_tail)(y + i, AMPI_V(ampi_sum_strip)(rows, dtype, count, i, m), m);
@@ -38376,7 +38516,8 @@ static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     for (; i < n; i++) y[i] = (float)total[i];
 }
 
-/* ---- Rows: sums with four accumulators, to hide an addition's latency, then lane by lane in a fixed order */
+/* ---- Rows.  Sums have four accumulators, to hide the latency of an addition.  At the end these and their lanes are
+   added in a fixed order. */
 
 static float AMPI_V(ampi_sum_row)(const float *x, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, s2 = s0, s3 = s0;
@@ -38465,7 +38606,7 @@ static void AMPI_V(ampi_norm_dx_row)(const float *x, const float *dy, const floa
     }
 }
 
-/* -inf for an empty row; with NaN, any value. */
+/* The largest element of a row.  It is -inf for an empty row, and may be any value if an element is NaN. */
 static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     ampi_vf m0 = AMPI_V(ampi_splat)(ampi_f32_of_bits(0xff800000u)), m1 = m0;
     int64_t i = 0;
@@ -38477,7 +38618,7 @@ static float AMPI_V(ampi_row_max)(const float *x, int64_t n) {
     return AMPI_V(ampi_reduce_max)(AMPI_V(ampi_max)(m0, m1));
 }
 
-/* Two alternating sums: unrolled, a short row would end with two badly predicted branches. */
+/* It has two sums that alternate.  An unrolled loop would end a short row with two badly predicted branches. */
 static float AMPI_V(ampi_exp_sum_row)(const float *x, float max, float *e, int64_t n) {
     ampi_vf s0 = AMPI_V(ampi_splat)(0.0f), s1 = s0, m = AMPI_V(ampi_splat)(max), v, next;
     int64_t i = 0;
@@ -38536,7 +38677,8 @@ static void AMPI_V(ampi_magnitudes_row)(uint32_t *most, const float *x, int64_t 
     }
 }
 
-/* Adding and subtracting a power of two whose last bit is the format's rounds to it. */
+/* Scales a row, rounds it to the fp8 format, and scales it back.  Adding and then subtracting a power of two, the last
+   bit of which is worth as much as the format's last bit, rounds to the format. */
 static void AMPI_V(ampi_fp8_row)(const float *x, const float *scale, const float *inverse, float *y, int64_t n,
                                  amp_dtype format, amp_k_fp8_count *count) {
     int32_t m = format == AMP_E4M3 ? 3 : 2, infinity = 0x7f800000;
@@ -38560,7 +38702,7 @@ static void AMPI_V(ampi_fp8_row)(const float *x, const float *scale, const float
         saturated -= over & ~special;
         underflowed -= (ampi_vi)(q == 0) & (ampi_vi)(from != 0) & ~special;
         bad -= special;
-        /* an infinity that the format has, or NaN */
+        /* Infinity stays infinity if the format has it.  All other special values become NaN. */
         at = (ampi_vi)(from == infinity) & (m == 3 ? 0 : -1);
         q = (q & ~special) | (special & (infinity | (~at & 0x400000))) | ((ampi_vi)v & INT32_MIN);
         AMPI_V(ampi_store_upto)(y + i, (ampi_vf)q * AMPI_V(ampi_load_upto)(inverse + i, n - i), n - i);
@@ -38591,7 +38733,7 @@ static void AMPI_V(ampi_dropout_row)(const float *x, float *y, int64_t n, uint32
     }
 }
 
-/* a c + b s, each of three operations rounded, on every path */
+/* a c + b s.  Each of the three operations is rounded, on every path. */
 static inline ampi_vf AMPI_V(ampi_turned)(ampi_vf a, ampi_vf c, ampi_vf b, ampi_vf s) {
     return AMPI_V(ampi_keep)(a * c) + AMPI_V(ampi_keep)(b * s);
 }
@@ -38642,9 +38784,9 @@ __extension__ static const ampi_pointwise_vec AMPI_V(ampi_pointwise_kernels) = {
     .magnitudes = AMPI_V(ampi_magnitudes_row),
     .fp8 = AMPI_V(ampi_fp8_row)};
 
-/* ---- Multi-tensor kernels. */
+/* ---- Multi-tensor kernels */
 
-/* sum += x^2 for AMPI_W / 2 numbers, read as bits so that no compiler option hides non-finite ones. */
+/* sum += x^2 for AMPI_W / 2 numbers.  They are read as bits, so that no compiler option hides non-finite ones. */
 static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) sum, const float *p,
                                                            AMPI_V(ampi_vhalf_bits) *bad) {
     AMPI_V(ampi_vhalf_bits) x;
@@ -38662,8 +38804,8 @@ static void AMPI_V(ampi_multi_scale)(float *g, int64_t n, float factor) {
     if (i < n) AMPI_V(ampi_store_tail)(g + i, AMPI_V(ampi_load_tail)(g + i, n - i) * f, n - i);
 }
 
-/* Four independent sums hide the addition's latency; they are added at the end in a fixed order.  A row's last numbers
-   go through a vector padded with zeros. */
+/* Four independent sums hide the latency of an addition.  They are added at the end in a fixed order.  The last numbers
+   of a row are copied to `rest`, padded with zeros. */
 static double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor, int32_t *bad) {
     AMPI_V(ampi_vdouble) s0 = {0}, s1 = {0}, s2 = {0}, s3 = {0};
     AMPI_V(ampi_vhalf_bits) seen = {0};
@@ -38774,7 +38916,7 @@ static void AMPI_V(ampi_multi_lion)(float *w, const float *g, float *m, float *v
     }
 }
 
-/* Counts per lane, AMPI_W numbers at a time; comparisons give -1. */
+/* Counts in each lane, for AMPI_W numbers at a time.  A comparison that is true gives -1. */
 typedef struct AMPI_V(ampi_inspect_sums) {
     ampi_vi above[AMPI_FIT_LIMITS], limit[AMPI_FIT_LIMITS], largest;
 } AMPI_V(ampi_inspect_sums);
@@ -38808,7 +38950,7 @@ static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit
         memcpy(&bits, x + i, sizeof bits);
         AMPI_V(ampi_inspect_one)(&s, bits);
     }
-    if (i < n) {                    /* zeros count nowhere */
+    if (i < n) {                    /* the zeros of the padding are above no limit */
         memset(rest, 0, sizeof rest);
         memcpy(rest, x + i, (size_t)(n - i) * sizeof *x);
         memcpy(&bits, rest, sizeof bits);
