@@ -92,6 +92,8 @@
        AMP_NO_OPERATORS  >>operators but amp_random_save and _load, and their kernels on the CPU.  It leaves out what
                          AMP_NO_TAPE does too.  The scaler, optimizers, autocast's decisions, loaders, masks, states and
                          graphs remain, and work with your own kernels.
+       AMP_NO_OPTIMIZERS >>optimizers, with captured graphs and schedules, and >>ranks, >>watch, >>care and >>tuning,
+                         which need them.  Your own optimizer steps after amp_scaler_unscale or amp_scaler_check.
        AMP_NO_TAPE       >>models and >>tape, and >>care and >>tuning, which need them
        AMP_NO_RANKS      >>ranks: training is on one rank.  amp_open refuses a .reducer, and amp_optimizer_create
                          .sync_every.
@@ -105,7 +107,7 @@
      Calls to functions that were left out do not link; those of >>care, >>tuning and >>watch do not compile either, in
      files with the macro.  For the scaler, the choice of precision, the loader and checkpoints alone:
 
-       gcc -O2 -DAMP_NO_OPERATORS -DAMP_NO_RANKS -DAMP_NO_VECTOR -DAMP_NO_FP8 -DAMP_NO_WATCH -c amp.c
+       gcc -O2 -DAMP_NO_OPERATORS -DAMP_NO_OPTIMIZERS -DAMP_NO_VECTOR -DAMP_NO_FP8 -c amp.c
 
    STEP BY STEP     for readers who know PyTorch
 
@@ -324,7 +326,13 @@ extern "C" {
 #if defined(AMP_NO_OPERATORS) && !defined(AMP_NO_TAPE)
 #  define AMP_NO_TAPE
 #endif
-#if defined(AMP_NO_TAPE) && !defined(AMP_NO_CARE)
+#if defined(AMP_NO_OPTIMIZERS) && !defined(AMP_NO_RANKS)
+#  define AMP_NO_RANKS
+#endif
+#if defined(AMP_NO_OPTIMIZERS) && !defined(AMP_NO_WATCH)
+#  define AMP_NO_WATCH
+#endif
+#if (defined(AMP_NO_TAPE) || defined(AMP_NO_OPTIMIZERS)) && !defined(AMP_NO_CARE)
 #  define AMP_NO_CARE
 #endif
 
@@ -2515,7 +2523,7 @@ typedef struct amp_settings {
 
 /* Sets one setting.
    Errors: AMP_ERR_VERSION, AMP_ERR_NAME no such key (the text names the nearest), AMP_ERR_RANGE not a value of this
-   key, AMP_ERR_UNSUPPORTED the code that reads it was left out (AMP_NO_CARE, AMP_NO_WATCH). */
+   key, AMP_ERR_UNSUPPORTED the code that reads it was left out (AMP_NO_CARE, AMP_NO_WATCH, AMP_NO_OPTIMIZERS). */
 AMP_API amp_result amp_settings_set(amp_settings *settings, const char *key, const char *value);
 /* Lines "key = value"; # begins a comment; each key at most once.  Sets all or nothing.  Error texts have `name`, line
    and key.
@@ -5076,8 +5084,8 @@ enum { AMPI_HAS_FP8 = 1 };
 #endif
 #if defined(__GNUC__)
 #  pragma GCC diagnostic push
-#  if defined(AMP_NO_OPERATORS) || defined(AMP_NO_TAPE) || defined(AMP_NO_RANKS) || defined(AMP_NO_VECTOR) || \
-      defined(AMP_NO_FP8) || defined(AMP_NO_CARE) || defined(AMP_NO_WATCH)
+#  if defined(AMP_NO_OPERATORS) || defined(AMP_NO_OPTIMIZERS) || defined(AMP_NO_TAPE) || defined(AMP_NO_RANKS) || \
+      defined(AMP_NO_VECTOR) || defined(AMP_NO_FP8) || defined(AMP_NO_CARE) || defined(AMP_NO_WATCH)
 #    pragma GCC diagnostic ignored "-Wunused-function"          /* functions that only the missing parts call */
 #    pragma GCC diagnostic ignored "-Wunused-variable"
 #    pragma GCC diagnostic ignored "-Wmissing-field-initializers"        /* kernels that the table then lacks */
@@ -6964,9 +6972,9 @@ AMP_API amp_result amp_convert(void *dst, amp_dtype dst_dtype, const void *src, 
     return AMP_OK;
 }
 
-AMPI_O1_BEGIN
-
 /* ==== 3 >>machine: implementation ==== */
+
+AMPI_O1_BEGIN
 
 #if defined(__clang__)
 #  define AMPI_COMPILER ""          /* clang's __VERSION__ begins with its name */
@@ -8509,6 +8517,7 @@ typedef struct ampi_pointwise_vec {
 
 enum { AMPI_POOL_BLOCKS = 8 };
 
+#if !defined(AMP_NO_OPTIMIZERS)
 static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
     ampi_fp host = ampi_fp_begin();
     int code;
@@ -8536,6 +8545,7 @@ static float ampi_moment_pack(const ampi_moment_map *map, uint8_t *codes, const 
     for (i = 0; i < n; i++) codes[i] = (uint8_t)ampi_moment_code(map, x[i] * inverse);
     return ampi_f32_of_bits((uint32_t)largest);
 }
+#endif /* AMP_NO_OPTIMIZERS */
 
 typedef struct ampi_cpu {
     amp_host host;
@@ -12028,6 +12038,11 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
 /* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, the weight joined with its remainder, or a
    16-bit weight widened.  Arrays that are not fp32 are updated in scratch. */
 
+static int ampi_has_remainder(const amp_k_tensor *row) {
+    return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
+}
+
+#if !defined(AMP_NO_OPTIMIZERS)
 typedef struct ampi_update {
     float *w, *m, *v;               /* m, v: NULL if the row has none */
     const float *g;
@@ -12035,9 +12050,6 @@ typedef struct ampi_update {
         v_scratch[AMPI_MULTI_BLOCK];
 } ampi_update;
 
-static int ampi_has_remainder(const amp_k_tensor *row) {
-    return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
-}
 static int ampi_moments_are_f32(const amp_k_tensor *row) {
     return row->moment_dtype != AMP_BF16 && row->moment_dtype != AMP_MOMENTS_8BIT;
 }
@@ -12202,6 +12214,7 @@ static amp_result ampi_cpu_lion(void *dev, const amp_k_lion *a, void *stream) {
     return ampi_update_rows(dev, ampi_update_job(a->copies, a->new_inf), a->table, a->tensors, a->found,
                             ampi_lion_piece, a);
 }
+#endif /* AMP_NO_OPTIMIZERS */
 
 static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream) {
     ampi_fp host = ampi_fp_begin();
@@ -12448,9 +12461,11 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .add_views = ampi_cpu_add_views,
 #endif
     .check = ampi_cpu_check,
+#if !defined(AMP_NO_OPTIMIZERS)
     .adamw = ampi_cpu_adamw,
     .sgd = ampi_cpu_sgd,
     .lion = ampi_cpu_lion,
+#endif
     .scale_ranges = ampi_cpu_scale_ranges,
     .inspect = ampi_cpu_inspect,
     .rule = ampi_cpu_rule,
@@ -12461,9 +12476,9 @@ __extension__ static const amp_backend ampi_cpu_backend = {
 
 AMP_API const amp_backend *amp_cpu(void) { return &ampi_cpu_backend; }
 
-AMPI_O1_BEGIN
-
 /* ==== 6 >>backends: implementation, the context ==== */
+
+AMPI_O1_BEGIN
 
 enum {
     AMPI_LOG_IDS = 64,
@@ -23183,6 +23198,7 @@ AMP_API amp_result amp_scaler_load(amp_scaler *scaler, const amp_state *state, c
 
 /* ==== 11 >>optimizers: implementation ==== */
 
+#if !defined(AMP_NO_OPTIMIZERS)
 /* Hooks that >>ranks implements.  The first are for the buckets of an optimizer's gradients, which are NULL with one
    rank. */
 static amp_result ampi_hook_buckets_create(amp_grad_set *set, int32_t *micro, const ampi_buckets *before);
@@ -25614,6 +25630,8 @@ AMP_API amp_result amp_schedule_lr(const amp_schedule *schedule, int64_t step, d
     ampi_fp_end(host);
     return AMP_OK;
 }
+
+#endif /* AMP_NO_OPTIMIZERS */
 
 /* ==== 12 >>ranks: implementation ==== */
 
@@ -30069,6 +30087,12 @@ static const char *ampi_setting_left_out(const ampi_field *k, double value) {
                   (k->offset >= AMPI_AT(log_interval) && k->offset != AMPI_AT(batch_growth_interval)))
         return "AMP_NO_WATCH";
 #endif
+#if defined(AMP_NO_OPTIMIZERS)
+    if (k->offset == AMPI_AT(nan_action)
+            ? (int)value == AMP_NAN_REPORT
+            : k->offset == AMPI_AT(clip_norm) || k->offset == AMPI_AT(accumulation) || k->offset == AMPI_AT(moments))
+        return "AMP_NO_OPTIMIZERS";
+#endif
     (void)k;
     return NULL;
 }
@@ -30587,6 +30611,9 @@ static AMPI_COLD amp_result ampi_settings_apply(const amp_settings *settings, am
     if (monitor != NULL && monitor->amp != amp)
         return ampi_fail(AMP_ERR_CONFLICT, f, "monitor belongs to another context: pass one of this context");
 #endif
+#if defined(AMP_NO_OPTIMIZERS)
+    if (optimizer != NULL) return ampi_fail(AMP_ERR_UNSUPPORTED, f, "AMP_NO_OPTIMIZERS left optimizers out: pass NULL");
+#endif
     AMPI_TRY(ampi_settings_may_apply(f, settings, amp, scaler, optimizer, &to));
     AMPI_TRY(ampi_check_observed(amp, f, settings->disable != 0, to.regions.dtype));
     AMPI_TRY(ampi_hook_layers_may(amp, f, settings->layers, settings->fallback));
@@ -30598,12 +30625,14 @@ static AMPI_COLD amp_result ampi_settings_apply(const amp_settings *settings, am
     s = ampi_settings_effective(settings);
     ampi_settings_apply_context(&s, amp, &to.choice, &to.regions);
     AMPI_TRY(ampi_hook_layers_set(amp, f, s.layers));
+#if !defined(AMP_NO_OPTIMIZERS)
     if (optimizer != NULL) {
         AMPI_TRY(amp_optimizer_set_clip(optimizer, s.clip_norm));
         if (s.accumulation != optimizer->desc.accumulation)
             AMPI_TRY(amp_optimizer_set_accumulation(optimizer, s.accumulation));
         optimizer->desc.apply_nonfinite = s.nan_action == AMP_NAN_REPORT;
     }
+#endif
 #if !defined(AMP_NO_WATCH)
     if (monitor != NULL) ampi_settings_fill_monitor(&s, &monitor->desc);
 #endif
@@ -32288,6 +32317,7 @@ static AMPI_COLD amp_result ampi_snapshot_restore(ampi_snapshot *k) {
         *s = k->scaler;
         ampi_scale_moved(k->amp, &s->scale, k->scaler.scale.id);
     }
+    k->amp->desc.seed = k->seed;
     ampi_precision_set(k->amp, &k->precision);
     return r;
 }
@@ -34823,6 +34853,12 @@ static void ampi_adapt_name(const amp_context *amp, ampi_adapt_layer *layer, con
     snprintf(layer->name, sizeof layer->name, "%s", name ? name : "?");
 }
 
+static void ampi_adapt_mark(amp_context *amp, ampi_adapt_layer *layer, int64_t bit) {
+    ampi_lock(amp);
+    layer->seen |= bit;
+    ampi_unlock(amp);
+}
+
 /* The observer of products.  After a failure the layer has no evidence in this interval, but the step continues. */
 static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     amp_adapt *m = (amp_adapt *)ampi_observing(amp);
@@ -34838,9 +34874,9 @@ static void ampi_adapt_see(amp_context *amp, const ampi_shown *seen) {
     k.m = m; k.seen = seen;
     k.sample = ampi_adapt_sample(m, seen);
     k.count = k.sample.m * k.sample.n;
-    if (seen->no_fp8) k.layer->seen |= AMPI_SEEN_NO_FP8;
+    if (seen->no_fp8) ampi_adapt_mark(amp, k.layer, AMPI_SEEN_NO_FP8);
     if (m->desc.budget > 0 && ampi_adapt_look_at(&k) != AMP_OK) {
-        k.layer->seen |= AMPI_SEEN_BAD;
+        ampi_adapt_mark(amp, k.layer, AMPI_SEEN_BAD);
         ampi_log(amp, AMP_LOG_WARNING, 1308, "the errors of %s could not be measured: %s", seen->layer,
                  amp_last_error());
         return;
@@ -38833,6 +38869,7 @@ static double AMPI_V(ampi_multi_check)(float *g, int64_t n, const float *factor,
     return total;
 }
 
+#if !defined(AMP_NO_OPTIMIZERS)
 static inline ampi_vf AMPI_V(ampi_adamw_one)(ampi_vf w, ampi_vf g, ampi_vf *m, ampi_vf *v,
                                              const ampi_adamw_step *s) {
     ampi_vf root, rate = AMPI_V(ampi_splat)(-s->rate);
@@ -38915,6 +38952,7 @@ static void AMPI_V(ampi_multi_lion)(float *w, const float *g, float *m, float *v
         AMPI_V(ampi_store_upto)(m + i, a, n - i);
     }
 }
+#endif /* AMP_NO_OPTIMIZERS */
 
 /* Counts in each lane, for AMPI_W numbers at a time.  A comparison that is true gives -1. */
 typedef struct AMPI_V(ampi_inspect_sums) {
@@ -38963,8 +39001,10 @@ static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit
 }
 
 __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
-    .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale), .adamw = AMPI_V(ampi_multi_adamw),
-    .sgd = AMPI_V(ampi_multi_sgd), .lion = AMPI_V(ampi_multi_lion), .inspect = AMPI_V(ampi_multi_inspect)
+#if !defined(AMP_NO_OPTIMIZERS)
+    .adamw = AMPI_V(ampi_multi_adamw), .sgd = AMPI_V(ampi_multi_sgd), .lion = AMPI_V(ampi_multi_lion),
+#endif
+    .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale), .inspect = AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_KERNELS == 2 */
@@ -39016,9 +39056,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.
        The manual begins with a program of forty lines; the long one is examples/whole_program.c.  HOW DO I answers
-       questions in the words of PyTorch and CUDA programs.  AMP_NO_OPERATORS, AMP_NO_TAPE, AMP_NO_RANKS, AMP_NO_VECTOR
-       and AMP_NO_FP8 leave parts out.  Error texts name the pointer that is NULL and what to set.  They end with
-       amp_result_hint only where they do not themselves say what to do.
+       questions in the words of PyTorch and CUDA programs.  AMP_NO_OPERATORS, AMP_NO_OPTIMIZERS, AMP_NO_TAPE,
+       AMP_NO_RANKS, AMP_NO_VECTOR and AMP_NO_FP8 leave parts out.  Error texts name the pointer that is NULL and what
+       to set.  They end with amp_result_hint only where they do not themselves say what to do.
 
    0.2.0  Renamed, with unchanged meaning:
 

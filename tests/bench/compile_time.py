@@ -23,8 +23,8 @@ sys.path[:0] = [os.path.dirname(os.path.abspath(__file__))]
 import run                                                      # noqa: E402
 
 LEAN = ["-DAMP_NO_CARE", "-DAMP_NO_WATCH"]
-PARTS = ["OPERATORS", "TAPE", "RANKS", "VECTOR", "FP8", "CARE", "WATCH"]
-SMALLEST = [f"-DAMP_NO_{part}" for part in ("OPERATORS", "RANKS", "VECTOR", "FP8", "WATCH")]
+PARTS = ["OPERATORS", "OPTIMIZERS", "TAPE", "RANKS", "VECTOR", "FP8", "CARE", "WATCH"]
+SMALLEST = [f"-DAMP_NO_{part}" for part in ("OPERATORS", "OPTIMIZERS", "VECTOR", "FP8")]
 SETS = ("scalar", "avx2", "avx512")
 
 

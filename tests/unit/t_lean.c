@@ -4,10 +4,9 @@
  * out (tests/compile.sh). */
 #if !defined(LEAN)
 #  define AMP_NO_OPERATORS
-#  define AMP_NO_RANKS
+#  define AMP_NO_OPTIMIZERS
 #  define AMP_NO_VECTOR
 #  define AMP_NO_FP8
-#  define AMP_NO_WATCH
 #endif
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
@@ -63,36 +62,67 @@ static void forward_backward(const step_of *s) {
 }
 #endif
 
+/* The optimizer: amp.h's AdamW, or the program's own SGD after amp_scaler_unscale. */
+#if defined(AMP_NO_OPTIMIZERS)
+typedef struct { amp_scaler *scaler; amp_param *param; int applied; } optimizer_of;
+static void optimizer_begin(optimizer_of *o, amp_context *amp, amp_scaler *scaler, amp_param *param) {
+    (void)amp;
+    *o = (optimizer_of){.scaler = scaler, .param = param};
+}
+static void optimizer_step(optimizer_of *o) {
+    float *w = (float *)o->param->weight.data, *grad = (float *)o->param->grad.data;
+    amp_range range = {.name = o->param->name, .data = grad, .count = IN, .dtype = AMP_F32};
+    int32_t apply;
+    CHECK_OK(amp_scaler_unscale(o->scaler, &range, 1, &apply));
+    for (int i = 0; i < IN && apply; i++) w[i] -= grad[i];
+    o->param->grad_live = 0;
+    amp_param_changed(o->param);
+    o->applied += apply;
+}
+static void optimizer_end(optimizer_of *o) { CHECK(o->applied > 0); }
+static void optimizer_drop(const optimizer_of *o) { CHECK_EQ(o->applied, 0); }
+#else
+typedef struct { amp_scaler *scaler; amp_optimizer *adamw; } optimizer_of;
+static void optimizer_begin(optimizer_of *o, amp_context *amp, amp_scaler *scaler, amp_param *param) {
+    o->scaler = scaler;
+    CHECK_OK(amp_optimizer_create(amp, &o->adamw, &(amp_optimizer_desc){.params = param, .n_params = 1, .lr = 0.1}));
+}
+static void optimizer_step(optimizer_of *o) { CHECK_OK(amp_step(o->adamw, o->scaler)); }
+static void optimizer_end(optimizer_of *o) {
+    amp_step_result result;
+    CHECK(amp_step_result_next(o->adamw, &result) && result.scale > 0);
+    amp_optimizer_destroy(o->adamw);
+}
+static void optimizer_drop(const optimizer_of *o) { amp_optimizer_destroy(o->adamw); }
+#endif
+
 TEST(trains_in_fp16) {
     amp_context *amp;
     amp_scaler *scaler;
-    amp_optimizer *optimizer;
     amp_loader *loader;
-    amp_step_result result;
+    optimizer_of optimizer;
     static float weight[IN], grad[IN], y[BATCH], first, loss;
     amp_param param = {.name = "weight", .weight = amp_tensor2(weight, AMP_F32, 1, IN), .grad = amp_tensor2(grad, AMP_F32, 1, IN)};
     amp_source source = {.read = read_sample, .samples = 1024, .n_fields = 2,
                          .fields = {{.dtype = AMP_F32, .count = IN}, {.dtype = AMP_F32, .count = 1}}};
     amp_loader_desc data = {.source = &source, .shuffle = 1, .batch = BATCH};
-    amp_optimizer_desc adamw = {.params = &param, .n_params = 1, .lr = 0.1};
     amp_desc desc = {.dtype = AMP_F16};
     memset(weight, 0, sizeof weight);
     CHECK_OK(amp_open(&amp, &desc));
     CHECK_OK(amp_param_register(amp, &param, 1));
     CHECK_OK(amp_loader_create(amp, &loader, &data));
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
-    CHECK_OK(amp_optimizer_create(amp, &optimizer, &adamw));
+    optimizer_begin(&optimizer, amp, scaler, &param);
     for (int step = 0; step < 200; step++) {
         amp_batch batch;
         CHECK_OK(amp_loader_next(loader, &batch));
         forward_backward(&(step_of){amp, scaler, &param, &batch, y, &loss});
-        CHECK_OK(amp_step(optimizer, scaler));
+        optimizer_step(&optimizer);
         if (step == 0) first = loss;
     }
     CHECK_OK(amp_sync(amp));
     CHECK_MSG(loss < first / 100, "loss from %g to %g", (double)first, (double)loss);
-    CHECK(amp_step_result_next(optimizer, &result) && result.scale > 0);
-    amp_optimizer_destroy(optimizer);
+    optimizer_end(&optimizer);
     amp_scaler_destroy(scaler);
     amp_loader_destroy(loader);
     amp_close(amp);
@@ -105,12 +135,15 @@ static int no_reduce(void *user, void *data, int64_t count, amp_dtype dtype, amp
 }
 #endif
 
-/* What each setting needs that may be left out: 0 nothing, 1 watch, 2 care, 3 both. */
+/* What each setting needs that may be left out: the sum of 1 watch, 2 care, 4 optimizers. */
 static int needs(const char *key, const char *value) {
     static const char *const watch[] = {"log_interval", "memory_interval", "cleanup_interval", "tensor_stats_interval", "memory_warning", "max_skips"};
     static const char *const care[] = {"max_retries", "batch_growth_interval"};
+    static const char *const optimizers[] = {"clip_norm", "accumulation", "moments"};
     for (size_t i = 0; i < sizeof watch / sizeof *watch; i++) if (strcmp(key, watch[i]) == 0) return 1;
     for (size_t i = 0; i < sizeof care / sizeof *care; i++) if (strcmp(key, care[i]) == 0) return 2;
+    for (size_t i = 0; i < sizeof optimizers / sizeof *optimizers; i++) if (strcmp(key, optimizers[i]) == 0) return 4;
+    if (strcmp(key, "nan_action") == 0 && strcmp(value, "report") == 0) return 4;
     if (strcmp(key, "nan_action") == 0) return strcmp(value, "recover") == 0 ? 3 : strcmp(value, "stop") == 0;
     return 0;
 }
@@ -121,13 +154,16 @@ static const char *left_out(int need) {
 #if defined(AMP_NO_WATCH)
     if (need & 1) return "AMP_NO_WATCH";
 #endif
+#if defined(AMP_NO_OPTIMIZERS)
+    if (need & 4) return "AMP_NO_OPTIMIZERS";
+#endif
     (void)need;
     return NULL;
 }
 
 TEST(what_nothing_reads_is_refused) {
     static const char *const lines[][2] = {
-        {"dtype", "bf16"}, {"clip_norm", "1"}, {"accumulation", "2"}, {"workers", "1"}, {"log_interval", "10"}, {"memory_interval", "off"},
+        {"dtype", "bf16"}, {"clip_norm", "1"}, {"accumulation", "2"}, {"moments", "bf16"}, {"workers", "1"}, {"log_interval", "10"}, {"memory_interval", "off"},
         {"cleanup_interval", "5"}, {"tensor_stats_interval", "100"}, {"memory_warning", "0.5"}, {"max_skips", "3"}, {"max_retries", "0"},
         {"batch_growth_interval", "100"}, {"nan_action", "report"}, {"nan_action", "skip"}, {"nan_action", "stop"}, {"nan_action", "recover"}};
     int refused = 0;
@@ -197,8 +233,8 @@ TEST(the_text_says_what_is_left_out) {
     CHECK_EQ(again.log_interval, left_out(1) ? 0 : 100);
 }
 
-/* A monitor that another file, which sees its declaration, could pass. */
-TEST(a_monitor_is_refused) {
+/* An object that another file, which sees its declaration, could pass. */
+TEST(objects_of_missing_parts_are_refused) {
     amp_settings s;
     amp_context *amp;
     char monitor[8] = "monitor";
@@ -206,6 +242,10 @@ TEST(a_monitor_is_refused) {
     memset(&s, 0, sizeof s);
     CHECK_OK(amp_open(&amp, NULL));
     CHECK_ERR(amp_settings_apply(&s, amp, NULL, NULL, (amp_monitor *)(void *)monitor), AMP_ERR_UNSUPPORTED);
+#if defined(AMP_NO_OPTIMIZERS)
+    CHECK_ERR(amp_settings_apply(&s, amp, NULL, (amp_optimizer *)(void *)monitor, NULL), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "AMP_NO_OPTIMIZERS") != NULL);
+#endif
     CHECK_OK(amp_settings_apply(&s, amp, NULL, NULL, NULL));
     amp_close(amp);
 }
@@ -213,7 +253,8 @@ TEST(a_monitor_is_refused) {
 TEST(what_is_left_out_is_refused_by_name) {
     amp_machine machine;
     amp_choice choice;
-    amp_context *amp;
+    amp_context *amp = NULL;
+    (void)amp;
     CHECK_OK(amp_machine_probe(&machine));
 #if defined(AMP_NO_FP8)
     CHECK_ERR(amp_choose(&machine, AMP_FP8, 0, &choice), AMP_ERR_UNSUPPORTED);
@@ -223,12 +264,14 @@ TEST(what_is_left_out_is_refused_by_name) {
     CHECK_OK(amp_choose(&machine, AMP_FP8, 0, &choice));
 #endif
 #if defined(AMP_NO_RANKS)
+    CHECK_ERR(amp_open(&amp, &(amp_desc){.reducer = {.reduce = no_reduce, .world = 2}}), AMP_ERR_UNSUPPORTED);
+    CHECK(strstr(amp_last_error(), "AMP_NO_RANKS") != NULL);
+#endif
+#if defined(AMP_NO_RANKS) && !defined(AMP_NO_OPTIMIZERS)
     static float w[IN], g[IN];
     amp_param p = {.name = "w", .weight = amp_tensor1(w, AMP_F32, IN), .grad = amp_tensor1(g, AMP_F32, IN)};
     amp_optimizer_desc loose = {.params = &p, .n_params = 1, .lr = 0.1, .sync_every = 4};
     amp_optimizer *optimizer;
-    CHECK_ERR(amp_open(&amp, &(amp_desc){.reducer = {.reduce = no_reduce, .world = 2}}), AMP_ERR_UNSUPPORTED);
-    CHECK(strstr(amp_last_error(), "AMP_NO_RANKS") != NULL);
     CHECK_OK(amp_open(&amp, NULL));
     CHECK_OK(amp_param_register(amp, &p, 1));
     CHECK_ERR(amp_optimizer_create(amp, &optimizer, &loose), AMP_ERR_UNSUPPORTED);
@@ -248,10 +291,9 @@ TEST(what_is_left_out_is_refused_by_name) {
 TEST(checkpoints_work) {
     static float w[IN], g[IN], back[IN];
     amp_param p = {.name = "w", .weight = amp_tensor1(w, AMP_F32, IN), .grad = amp_tensor1(g, AMP_F32, IN)};
-    amp_optimizer_desc adamw = {.params = &p, .n_params = 1, .lr = 0.1};
     amp_context *amp;
     amp_scaler *scaler;
-    amp_optimizer *optimizer;
+    optimizer_of optimizer;
     amp_state *state, *read;
     void *data;
     size_t bytes;
@@ -259,26 +301,30 @@ TEST(checkpoints_work) {
     CHECK_OK(amp_open(&amp, &(amp_desc){.dtype = AMP_F16}));
     CHECK_OK(amp_param_register(amp, &p, 1));
     CHECK_OK(amp_scaler_create(amp, &scaler, NULL));
-    CHECK_OK(amp_optimizer_create(amp, &optimizer, &adamw));
+    optimizer_begin(&optimizer, amp, scaler, &p);
     for (int i = 0; i < IN; i++) g[i] = i == 3 ? HUGE_VALF : 1;
     (void)amp_param_accumulate(&p);
-    CHECK_OK(amp_step(optimizer, scaler));          /* skipped, and the scale is halved */
+    optimizer_step(&optimizer);                     /* skipped, and the scale is halved */
     scale = amp_scaler_scale(scaler);
     CHECK_OK(amp_state_create(&state, NULL));
     CHECK_OK(amp_state_put(state, "w", AMP_F32, w, IN));
-    CHECK_OK(amp_optimizer_save(optimizer, state, "o"));
+#if !defined(AMP_NO_OPTIMIZERS)
+    CHECK_OK(amp_optimizer_save(optimizer.adamw, state, "o"));
+#endif
     CHECK_OK(amp_scaler_save(scaler, state, "s"));
     CHECK_OK(amp_state_encode(state, &data, &bytes));
     CHECK_OK(amp_state_decode(&read, NULL, data, bytes));
     CHECK_OK(amp_scaler_set_scale(scaler, 4));
     CHECK_OK(amp_state_get(read, "w", AMP_F32, back, IN));
-    CHECK_OK(amp_optimizer_load(optimizer, read, "o"));
+#if !defined(AMP_NO_OPTIMIZERS)
+    CHECK_OK(amp_optimizer_load(optimizer.adamw, read, "o"));
+#endif
     CHECK_OK(amp_scaler_load(scaler, read, "s"));
     CHECK(amp_scaler_scale(scaler) == scale && scale == 32768 && memcmp(back, w, sizeof w) == 0);
     amp_file_free(NULL, data, bytes);
     amp_state_destroy(read);
     amp_state_destroy(state);
-    amp_optimizer_destroy(optimizer);
+    optimizer_drop(&optimizer);
     amp_scaler_destroy(scaler);
     amp_close(amp);
 }
@@ -291,6 +337,6 @@ int main(int argc, char **argv) {
     RUN(what_nothing_reads_is_refused);
     RUN(fields_are_checked_too);
     RUN(the_text_says_what_is_left_out);
-    RUN(a_monitor_is_refused);
+    RUN(objects_of_missing_parts_are_refused);
     return TEST_END();
 }
