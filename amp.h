@@ -39001,10 +39001,11 @@ static void AMPI_V(ampi_multi_inspect)(const float *x, int64_t n, const ampi_fit
 }
 
 __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
+    .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale),
 #if !defined(AMP_NO_OPTIMIZERS)
     .adamw = AMPI_V(ampi_multi_adamw), .sgd = AMPI_V(ampi_multi_sgd), .lion = AMPI_V(ampi_multi_lion),
 #endif
-    .check = AMPI_V(ampi_multi_check), .scale = AMPI_V(ampi_multi_scale), .inspect = AMPI_V(ampi_multi_inspect)
+    .inspect = AMPI_V(ampi_multi_inspect)
 };
 
 #endif /* AMPI_KERNELS == 2 */
