@@ -5359,7 +5359,7 @@ static const ampi_callout *ampi_callout_now(uintptr_t here) {
     return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
 }
 /* Returns the depth, which ampi_callout_end needs.  Callbacks that are nested deeper than the array is long are not
-   recorded, and count as part of its last. */
+   recorded, and count as part of the last one in it. */
 static int ampi_callout_begin(const char *what, uintptr_t here) {
     int depth;
     ampi_callout *c;
@@ -5519,8 +5519,8 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets the
-   permissions that others have as well. */
+/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets only those
+   permissions that others have too. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -6774,7 +6774,7 @@ static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, that is to nearest. */
+/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, it rounds to nearest. */
 static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -8302,8 +8302,8 @@ AMPI_O1_END
    keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
-/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k *
-   ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is
+   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8430,9 +8430,10 @@ typedef struct ampi_gemm_blocks {
     int64_t words, count, size;         /* words of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p *
-   ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed does the same
-   over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all panels. */
+/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of
+   x[p] b[p * ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed
+   does the same over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all
+   panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
@@ -8733,8 +8734,8 @@ static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, flo
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row into the cache, if the row is read soon.  Processors do not foresee reads of rows
-   that are apart. */
+/* Fetches the first 4 KiB of a row that will soon be read into the cache.  Processors do not predict reads of rows that
+   are not next to each other. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8791,8 +8792,8 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write out
 
-   The packed operands, in words of 32 bits: one fp32 value, or two bf16 values of neighbouring k (unit 2), with the
-   values of k that a block has, w0 to w3 here, and panels of 2 columns where a kernel has 16 or 32 (vec->cols):
+   Packed operands are words of 32 bits.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).  In
+   this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
 
        A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
           row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
@@ -8800,7 +8801,7 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
           row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
 
    A tile's kernel takes one word of each of its rows of A, and multiplies it with a vector of a panel of B.  Operands
-   whose values do not lie along k are woven into words while they are read (weave), and A is then transposed.
+   that are not contiguous along k are woven into words while they are read (weave), and A is then transposed.
 
    A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
    dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
@@ -12497,7 +12498,7 @@ typedef enum ampi_pack_kind {
 
 /* A copy of a weight in the cast cache.  Its states, which change with the context's lock held:
      free       data is NULL; entries are kept without gaps, so the last one moves to its place
-     written    writing is 1 and users at least 1: one thread writes, others that want it wait for `written`
+     written    writing is 1 and users at least 1: one thread writes, others that need it wait for `written`
      in use     users is above 0: it may be read, and is not evicted
      idle       users is 0: read by the next call of its version, else written anew, or evicted by last_use
      dropped    id is 0: no call finds it, and its last user frees it */
@@ -12656,7 +12657,7 @@ struct amp_context {
     amp_cache_info mask_info;
     ampi_fp8_table *fp8;            /* the first; tables are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
-    int unmet, asked;               /* how many of them are not .met; 1: a layer was used since; both atomic */
+    int unmet, asked;               /* how many are not .met; 1: a layer was looked up since the last change; atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
@@ -12862,8 +12863,8 @@ static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
     if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* The id of the scale that a loss reads at this address.  It is 0 for a factor of the program, about which no scaler
-   knows. */
+/* The id of the scale that a loss reads at this address.  It is 0 for a number of the program that is not the scale of
+   a scaler. */
 static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
     const ampi_scale *s;
     uint64_t id = 0;
@@ -12899,7 +12900,7 @@ static void ampi_gradient_live(amp_param *p, int live) {
     p->grad_live = live;
     if (!live) { p->by_hand = 0; p->taken = 0; }
 }
-/* Does the same for a gradient that was restored.  It is not known which backward it is from, and under which scale. */
+/* Does the same for a gradient that was restored.  It is not known which backward it is from, or under which scale. */
 static void ampi_gradient_anew(amp_param *p, int live) {
     ampi_gradient_live(p, 0);
     ampi_gradient_live(p, live);
@@ -14265,8 +14266,8 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
 /* Frees the least recently used mask that is not in use, and returns 1.  Returns 0 if there is none.  With OLDEST it
-   also returns 0 if `more` bytes fit under the limit.  Nothing is freed while there are captured graphs, because they
-   may use it. */
+   also returns 0 if `more` bytes fit under the limit.  While there are captured graphs, nothing is freed, because
+   they may use the masks. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -14454,9 +14455,9 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) {
 
 /* ---- Emptying the cast cache, which is described below */
 
-/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all, but those that the
-   program has got only if no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit
-   under the limit.  ALL: all of them. */
+/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all others too, but copies
+   that were returned to the program only if no region is open.  OLDEST: the least recently used of these, while `more`
+   bytes do not fit under the limit.  ALL: all of them. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
 /* Frees one of these copies.  0: there is none.  While graphs live, all copies stay, because graphs may use them. */
@@ -14572,8 +14573,8 @@ static amp_result ampi_layers_reserve(amp_context *amp, const char *function, in
     return AMP_OK;
 }
 
-/* 1: a file of settings can have this name.  The name then has none of these characters, and only characters that are
-   printed. */
+/* 1: a file of settings can have this name.  The name then has none of these characters, and only printable
+   characters. */
 static int ampi_layers_may_name(const char *name, const char *none) {
     const char *c;
     for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
@@ -14641,8 +14642,8 @@ typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int
    id of the scale.  open: no operator has added to a gradient since. */
 typedef struct ampi_seed { uint64_t context, rescaled, scale; int open; } ampi_seed;
 
-/* This thread's stack of regions, which is ampi_thread.regions high, and its last loss.  Also the last plan of amp_gemm
-   with its `decisions` (0: there is none). */
+/* This thread's stack of regions, which is ampi_thread.regions high, its last loss, and the last plan of amp_gemm with
+   its `decisions` (0: there is none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     uint64_t decided;
@@ -14719,7 +14720,7 @@ static int ampi_regions_end(const amp_context *amp) {
     return n;
 }
 
-/* Ends the regions of callbacks that an exception left. */
+/* Ends the regions of callbacks that were left by an exception. */
 static void ampi_regions_left(void) {
     while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
     ampi_thread.left = 0;
@@ -14993,7 +14994,7 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
     return widest == AMP_DTYPE_DEFAULT ? AMP_F32 : widest;
 }
 
-/* 1: the operator is a matrix product.  Only these use a fallback dtype and TF32. */
+/* 1: the operator is a matrix product.  Only these use the context's .fallback and .allow_tf32. */
 static int ampi_is_product(int32_t op) {
     return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
 }
@@ -16011,7 +16012,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for copies that graphs use */
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for those that graphs keep */
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
@@ -18765,7 +18766,7 @@ struct amp_tape {
     int32_t stretch, stretches;     /* the open checkpoint, or 0; the number of checkpoints in this step */
     amp_result failed; char text[sizeof ampi_error_text];   /* the first failure of this step */
     ampi_node *nodes; int64_t n, node_capacity;
-    int64_t same;                   /* the first so many nodes repeat the compiled graph */
+    int64_t same;                   /* the number of nodes, from the first, that repeat the compiled graph */
     int fresh;                      /* 1: the last node does not */
     int64_t compiled, loss;         /* the number of nodes of the compiled graph, 0 if there is none; its loss, or
                                        AMPI_NONE */
@@ -18779,7 +18780,7 @@ struct amp_tape {
     ampi_final *finals; int64_t n_finals, final_capacity;
     int32_t *begins, *ends; int64_t begin_capacity, end_capacity;   /* per call: the first slab of each list */
     char *memory; int64_t memory_bytes;
-    int64_t needed;                 /* bytes that the plan made last takes */
+    int64_t needed;                 /* bytes that the latest plan takes */
 };
 
 static amp_tensor *ampi_at_port(ampi_node *n, size_t offset) {
@@ -19572,7 +19573,7 @@ static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
 }
 
 /* Plans the backward of an add or a reshape, without a call.  The gradient of the node is also the gradient of each
-   input, of a reshape with another shape. */
+   input.  For a reshape it only gets another shape. */
 static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int k;
@@ -20001,8 +20002,8 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
    most per byte are kept first.  The cheapest plan of all divisions is taken.  Every try is a complete plan, so what
    fits is known and not estimated. */
 
-enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after so many divisions that are no better than the best */
-       AMPI_BUDGET_OPERATIONS = 64 };   /* so many operations cost as much as a byte that is moved */
+enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after this many divisions in a row that are no better */
+       AMPI_BUDGET_OPERATIONS = 64 };   /* this many operations cost as much as moving a byte */
 
 /* A part of the step, from node `first` to node `last`, both included. */
 typedef struct ampi_slice { int32_t first, last; double cost, held; } ampi_slice;
@@ -20345,7 +20346,7 @@ static amp_result ampi_run_attention(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* RoPE works in place, so the input is first copied to the memory of the result, unless it is there. */
+/* RoPE works in place, so the input is first copied to the memory of the result, unless it is already there. */
 static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_rope_op *op = &n->op.rope;
@@ -21766,7 +21767,7 @@ static const ampi_preset ampi_presets[] = {
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
-/* The constants of the rule.  Without a ceiling they have infinity. */
+/* The constants of the rule.  If there is no ceiling, it is infinity. */
 static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
@@ -21886,7 +21887,7 @@ struct ampi_buckets {
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     int ran;                        /* 1: a backward has run in this context since the last recount */
     amp_result failed; char why[sizeof ampi_error_text];
-    int64_t to_gather;              /* buckets whose weights are on their way: the first ones, this many */
+    int64_t to_gather;              /* the weights of this many buckets, from the first, are on their way */
     amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
     double busy, waited;            /* seconds, since the last step's result was sent */
 };
@@ -22441,7 +22442,7 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     return ampi_set_send(set, changed);
 }
 
-/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The same bits follow here if
+/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The bits continue as there if
    this CPU has that path too, and if the program did not choose a path itself. */
 
 /* The path that computes the bits.  0: they do not come from a CPU. */
@@ -22500,7 +22501,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
 }
 
 /* Makes the whole check.  scaler is enabled or NULL.  In the last micro-batch of a cycle the ranks combine their
-   results.  In an earlier one (clip_each) each rank uses its average alone. */
+   results.  In an earlier one (clip_each) each rank uses only its own average. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* 1: gradients may be on their way already */
@@ -23569,7 +23570,7 @@ static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
 }
 #endif
 
-/* Sets the address of a parameter's fp32 master that users see. */
+/* Sets the address of a parameter's fp32 master, for the program to read. */
 static void ampi_show_master(const amp_grad_set *set, int64_t i) {
     const amp_k_tensor *row = &set->rows[i];
     set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
@@ -24676,7 +24677,7 @@ static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char *
     return AMP_OK;
 }
 
-/* The record `part` of a sharded optimizer.  It has rank and world, then of each row the first element of the part and
+/* The record `part` of a sharded optimizer.  It has rank and world, then for each row the first element of the part and
    the number of its elements. */
 static amp_result ampi_part_record(const amp_optimizer *o, int64_t **part) {
     int64_t i;
@@ -25960,8 +25961,8 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
 }
 
 /* ---- Exchanges between the ranks of a context.  An exchange is made by the reducer's own call for it, or by reduce if
-   there is none.  With reduce it is made piece by piece.  It is also made piece by piece if CPU memory is between a
-   device and a reducer that works on the CPU. */
+   there is none.  With reduce it is made piece by piece.  It is also made piece by piece if the data of a device
+   must pass through CPU memory to a reducer that works on the CPU. */
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -29601,7 +29602,7 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
 }
 
 /* Delivers a batch in one of the two device slots.  While the caller's kernels use one slot, the next batch is copied
-   into the other.  The caller's stream waits for the copy of the batch, and this thread does not. */
+   into the other.  This thread waits only for workers, and the caller's stream waits for the copy. */
 static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     const amp_backend *b = l->backend;
     int turn = (int)(l->deliveries & 1), next_ready;
@@ -32390,7 +32391,7 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* Sets all weights to changed copies of the saved ones.  For fp16, weights in fp32 change by at least up to half the
+/* Sets all weights to changed copies of the saved ones.  For fp16, a weight in fp32 may always change by half the
    spacing of fp16's subnormals. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
@@ -34168,7 +34169,7 @@ static int ampi_tune_read(ampi_tune *t) {
     result = ampi_state_load_own(&t->state, ampi_context_system(t->amp), t->desc.file);
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
-    if (result != AMP_ERR_OPEN)                 /* such a file was not written yet */
+    if (result != AMP_ERR_OPEN)                 /* which would mean that it was not written yet */
         ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s",
                  t->foreign ? ", and the file left alone" : "", amp_last_error());
     return 0;
@@ -35816,8 +35817,8 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
-/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as by settings
-   with "scaler" auto. */
+/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as with the
+   setting "scaler" auto. */
 static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
