@@ -5519,8 +5519,8 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets only those
-   permissions that others have too. */
+/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets only
+   those permissions that others have too. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -8133,7 +8133,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     uint32_t version;
     if (memcmp(b->data, "AMPSTATE", (size_t)magic) != 0)
         return ampi_fail(AMP_ERR_FORMAT, b->function,
-                         "%s does not begin with AMPSTATE, as all that amp_state_save writes does", b->name);
+                         "%s does not begin with AMPSTATE, as everything that amp_state_save writes does", b->name);
     if (b->bytes < 12)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
@@ -13093,9 +13093,10 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function,
-                         "the context that this %s was created from was closed: it must be destroyed", o->kind);
+                         "the context that this %s was created from was closed: this object must be destroyed",
+                         o->kind);
     return ampi_fail(AMP_ERR_STATE, function,
-                     "the %s that this refers to was destroyed: this object must be destroyed before that", o->kind);
+                     "the %s that this refers to was destroyed: this object must be destroyed first", o->kind);
 }
 
 /* Checks a caller's object, which begins with an ampi_object. */
@@ -13982,8 +13983,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                          ".name of params[%lld] is NULL: set it to a unique name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous, as it must be",
-                         p->name);
+        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight must be contiguous", p->name);
     AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
                                 amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
@@ -15047,7 +15047,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     if (n > 0) AMPI_TRY(ampi_need("amp_autocast_decide", inputs, "inputs"));
     if (!ampi_op_exists(amp, op))
         return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide",
-                         "op = %d is no operator: use one of amp_op, or of amp_operator_register", op);
+                         "op = %d is no operator: use one of amp_operator, or of amp_operator_register", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
@@ -15191,8 +15191,8 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
     AMPI_TRY(ampi_need("amp_operator_override", amp, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
-        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator: use one of amp_op",
-                         op);
+        return ampi_fail(AMP_ERR_NAME, "amp_operator_override",
+                         "op = %d is not a built-in operator: use one of amp_operator", op);
     if (!ampi_is_cast_policy(policy))
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
@@ -16149,7 +16149,7 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous, as it must be", field);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s must be contiguous", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
@@ -16478,7 +16478,7 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
         return ampi_fail(AMP_ERR_NULL, f,
-                         ".%s has no data: set it, for backward through GELU reads the activation's input", name);
+                         ".%s has no data: set it, because backward through GELU reads the activation's input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
                          ".%s is the activation's output: it must be its input, which backward through GELU reads",
@@ -17104,7 +17104,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given, and RMSNorm has none: set it to NULL");
     if (op->residual.data && op->sum.data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, for with .residual backward reads the sum");
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, because with .residual backward reads the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
@@ -17443,7 +17443,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     amp_mat w;
     const char *f = c->f;
     if (ampi_is_recomputing(c->amp))
-        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, for it would add to the gradients again");
+        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, because it would add to the gradients again");
     AMPI_TRY(ampi_need(f, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
@@ -28952,7 +28952,7 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
 }
 
 static amp_result ampi_stopped(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
+    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped: create another");
 }
 
 /* Waits for a worker's signal until `deadline` (monotonic ns).  Returns 0 if the time is up. */
@@ -28997,7 +28997,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         }
         if (l->threads > 0 && l->lost == l->threads) {
             result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                               "no worker is left, for your callback ended their threads: create a new loader");
+                               "no worker is left, because your callback ended their threads: create a new loader");
             break;
         }
         if (begin == 0) {
@@ -32525,7 +32525,7 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
-    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .step are both given: set one of them");
+    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and another function are given: set .record alone");
     w->record = record;
     w->user = user;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &numbers, 2 * (int64_t)sizeof(float))));
@@ -32571,7 +32571,7 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->forward != NULL || d->backward != NULL));
     if (d->outputs != NULL || d->output_grads != NULL || d->n_outputs != 0)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".record and .outputs are both given: set one of them, as the loss of .record is the output");
+                         ".record and .outputs are both given: set only one; the loss of .record is the output");
     d->outputs = &w->loss; d->output_grads = &w->seed;
     d->n_outputs = 1;
     d->forward = ampi_taped_forward; d->backward = ampi_taped_backward;
@@ -32915,7 +32915,8 @@ static amp_result ampi_verify_memory(ampi_verifier *v) {
     }
     if (v->bytes == 0)
         return ampi_fail(AMP_ERR_NULL, "amp_verify",
-                         "there is nothing to compare, for no parameter has a gradient: set .grad of one, or .outputs");
+                         "there is nothing to compare, because no parameter has a gradient: set .grad of one, or "
+                         ".outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
@@ -34065,7 +34066,7 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     if (d->step == NULL && d->record == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step and .record are NULL: set one of them");
     if (d->step != NULL && d->record != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set one of them");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set only one of them");
     AMPI_TRY(ampi_check_tune_dtypes(d));
     AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
     if (d->max_batch != 0 && d->max_batch < d->batch)
@@ -35031,8 +35032,8 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
     m->moved = 0;
     if (seen == 0 && !m->warned) {
         m->warned = 1;
-        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, for none ran outside "
-                 "of a captured graph, so none changes its dtype", (long long)m->desc.interval);
+        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, because none ran "
+                 "outside of a captured graph, so none changes its dtype", (long long)m->desc.interval);
     }
     return AMP_OK;
 }
@@ -35661,8 +35662,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
                              (long long)i, p->name ? p->name : "unnamed");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight))
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous, as it must be",
-                             p->name ? p->name : "?");
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight must be contiguous", p->name ? p->name : "?");
     }
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) ||
         (d->loader != NULL && d->loader->amp != amp))
@@ -36031,8 +36031,9 @@ static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_rec
     AMPI_TRY(ampi_need2("amp_recovery_memory", r, "recovery", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     if (ampi_world(r->amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and wait in their "
-                         "step: all ranks must start again with a smaller micro-batch", ampi_world(r->amp) - 1);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know of this, and wait "
+                         "in their step: all ranks must start again with a smaller micro-batch",
+                         ampi_world(r->amp) - 1);
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
