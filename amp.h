@@ -5367,7 +5367,7 @@ static const ampi_callout *ampi_callout_now(uintptr_t here) {
     return ampi_thread.n_out > 0 ? &ampi_thread.out[ampi_thread.n_out - 1] : NULL;
 }
 /* Returns the depth, which ampi_callout_end needs.  Callbacks that are nested deeper than the array is long are not
-   recorded, and count as part of its last. */
+   recorded, and count as part of the last one in it. */
 static int ampi_callout_begin(const char *what, uintptr_t here) {
     int depth;
     ampi_callout *c;
@@ -5527,8 +5527,8 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
     return stat(target, old) == 0 && S_ISREG(old->st_mode);
 }
 
-/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets the
-   permissions that others have as well. */
+/* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets only
+   those permissions that others have too. */
 static void ampi_posix_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
@@ -6782,7 +6782,7 @@ static void ampi_from_fp32(void *dst, amp_dtype dtype, const void *src, int64_t 
     }
 }
 
-/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, that is to nearest. */
+/* Converts from fp64 to any other dtype in one rounding.  If random is NULL, it rounds to nearest. */
 static void ampi_from_fp64(void *dst, amp_dtype dtype, const void *src, int64_t n, int saturate, const uint32_t *random,
                            amp_cpu_path path) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, path);
@@ -8141,7 +8141,7 @@ static amp_result ampi_state_check_header(ampi_blob *b) {
     uint32_t version;
     if (memcmp(b->data, "AMPSTATE", (size_t)magic) != 0)
         return ampi_fail(AMP_ERR_FORMAT, b->function,
-                         "%s does not begin with AMPSTATE, as all that amp_state_save writes does", b->name);
+                         "%s does not begin with AMPSTATE, as everything that amp_state_save writes does", b->name);
     if (b->bytes < 12)
         return ampi_fail(AMP_ERR_TRUNCATED, b->function, "%s has %llu bytes, fewer than its header", b->name,
                          (unsigned long long)b->bytes);
@@ -8310,8 +8310,8 @@ AMPI_O1_END
    keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
-/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is b[k *
-   ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+/* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is
+   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8438,9 +8438,10 @@ typedef struct ampi_gemm_blocks {
     int64_t words, count, size;         /* words of k in all; blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of x[p] b[p *
-   ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed does the same
-   over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all panels. */
+/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of
+   x[p] b[p * ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed
+   does the same over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all
+   panels. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
@@ -8743,8 +8744,8 @@ static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, flo
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row into the cache, if the row is read soon.  Processors do not foresee reads of rows
-   that are apart. */
+/* Fetches the first 4 KiB of a row that will soon be read into the cache.  Processors do not predict reads of rows that
+   are not next to each other. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8801,8 +8802,8 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write out
 
-   The packed operands, in words of 32 bits: one fp32 value, or two bf16 values of neighbouring k (unit 2), with the
-   values of k that a block has, w0 to w3 here, and panels of 2 columns where a kernel has 16 or 32 (vec->cols):
+   Packed operands are words of 32 bits.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).  In
+   this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
 
        A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
           row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
@@ -8810,7 +8811,7 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
           row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
 
    A tile's kernel takes one word of each of its rows of A, and multiplies it with a vector of a panel of B.  Operands
-   whose values do not lie along k are woven into words while they are read (weave), and A is then transposed.
+   that are not contiguous along k are woven into words while they are read (weave), and A is then transposed.
 
    A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
    dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
@@ -12512,7 +12513,7 @@ typedef enum ampi_pack_kind {
 
 /* A copy of a weight in the cast cache.  Its states, which change with the context's lock held:
      free       data is NULL; entries are kept without gaps, so the last one moves to its place
-     written    writing is 1 and users at least 1: one thread writes, others that want it wait for `written`
+     written    writing is 1 and users at least 1: one thread writes, others that need it wait for `written`
      in use     users is above 0: it may be read, and is not evicted
      idle       users is 0: read by the next call of its version, else written anew, or evicted by last_use
      dropped    id is 0: no call finds it, and its last user frees it */
@@ -12671,7 +12672,7 @@ struct amp_context {
     amp_cache_info mask_info;
     ampi_fp8_table *fp8;            /* the first; tables are never moved */
     ampi_layer_rule *layers; int64_t n_layers, layer_capacity;
-    int unmet, asked;               /* how many of them are not .met; 1: a layer was used since; both atomic */
+    int unmet, asked;               /* how many are not .met; 1: a layer was looked up since the last change; atomic */
     ampi_user_op *ops; int64_t n_ops, op_capacity;
     uint8_t override_policy[AMPI_MOST_OPS];                 /* amp_cast_policy, by built-in operator */
     ampi_cells *cells;              /* device memory; NULL if host-visible without graphs */
@@ -12877,8 +12878,8 @@ static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
     if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
     pthread_mutex_unlock(&amp->lock);
 }
-/* The id of the scale that a loss reads at this address.  It is 0 for a factor of the program, about which no scaler
-   knows. */
+/* The id of the scale that a loss reads at this address.  It is 0 for a number of the program that is not the scale of
+   a scaler. */
 static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
     const ampi_scale *s;
     uint64_t id = 0;
@@ -12914,7 +12915,7 @@ static void ampi_gradient_live(amp_param *p, int live) {
     p->grad_live = live;
     if (!live) { p->by_hand = 0; p->taken = 0; }
 }
-/* Does the same for a gradient that was restored.  It is not known which backward it is from, and under which scale. */
+/* Does the same for a gradient that was restored.  It is not known which backward it is from, or under which scale. */
 static void ampi_gradient_anew(amp_param *p, int live) {
     ampi_gradient_live(p, 0);
     ampi_gradient_live(p, live);
@@ -13107,9 +13108,10 @@ static amp_result ampi_alive(const ampi_object *o, const char *function) {
     if (!ampi_is_stopped(o)) return AMP_OK;
     if (ampi_is_closed(o->amp))
         return ampi_fail(AMP_ERR_STATE, function,
-                         "the context that this %s was created from was closed: it must be destroyed", o->kind);
+                         "the context that this %s was created from was closed: this object must be destroyed",
+                         o->kind);
     return ampi_fail(AMP_ERR_STATE, function,
-                     "the %s that this refers to was destroyed: this object must be destroyed before that", o->kind);
+                     "the %s that this refers to was destroyed: this object must be destroyed first", o->kind);
 }
 
 /* Checks a caller's object, which begins with an ampi_object. */
@@ -13996,8 +13998,7 @@ static amp_result ampi_check_param(const amp_context *amp, const amp_param *para
                          ".name of params[%lld] is NULL: set it to a unique name", (long long)i);
     AMPI_TRY(ampi_check_tensor("amp_param_register", "weight", &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight is not contiguous, as it must be",
-                         p->name);
+        return ampi_fail(AMP_ERR_SHAPE, "amp_param_register", "%s: the weight must be contiguous", p->name);
     AMPI_TRY(ampi_check_aligned("amp_param_register", p->name, (uintptr_t)p->weight.data,
                                 amp_dtype_size(p->weight.dtype)));
     if (p->grad.data != NULL) {
@@ -14280,8 +14281,8 @@ static amp_result ampi_mask_write(amp_context *amp, const amp_mask *m, int64_t b
 typedef enum ampi_let_go_of { AMPI_GO_KIND, AMPI_GO_ANY, AMPI_GO_OLDEST } ampi_let_go_of;
 
 /* Frees the least recently used mask that is not in use, and returns 1.  Returns 0 if there is none.  With OLDEST it
-   also returns 0 if `more` bytes fit under the limit.  Nothing is freed while there are captured graphs, because they
-   may use it. */
+   also returns 0 if `more` bytes fit under the limit.  While there are captured graphs, nothing is freed, because
+   they may use the masks. */
 static int ampi_mask_free_one(amp_context *amp, ampi_let_go_of what, amp_mask_kind kind, int64_t more) {
     ampi_mask_entry e;
     int64_t oldest = -1, i;
@@ -14469,9 +14470,9 @@ AMP_API void amp_mask_cache_clear(amp_context *amp) {
 
 /* ---- Emptying the cast cache, which is described below */
 
-/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all, but those that the
-   program has got only if no region is open.  OLDEST: the least recently used of these, while `more` bytes do not fit
-   under the limit.  ALL: all of them. */
+/* The copies to free.  A copy in use is never freed.  DROPPED: only dropped ones.  IDLE: all others too, but copies
+   that were returned to the program only if no region is open.  OLDEST: the least recently used of these, while `more`
+   bytes do not fit under the limit.  ALL: all of them. */
 typedef enum ampi_copies { AMPI_COPIES_DROPPED, AMPI_COPIES_IDLE, AMPI_COPIES_OLDEST, AMPI_COPIES_ALL } ampi_copies;
 
 /* Frees one of these copies.  0: there is none.  While graphs live, all copies stay, because graphs may use them. */
@@ -14587,8 +14588,8 @@ static amp_result ampi_layers_reserve(amp_context *amp, const char *function, in
     return AMP_OK;
 }
 
-/* 1: a file of settings can have this name.  The name then has none of these characters, and only characters that are
-   printed. */
+/* 1: a file of settings can have this name.  The name then has none of these characters, and only printable
+   characters. */
 static int ampi_layers_may_name(const char *name, const char *none) {
     const char *c;
     for (c = name; *c != 0; c++) if (strchr(none, *c) != NULL || (unsigned char)*c < 32 || *c == 127) return 0;
@@ -14656,8 +14657,8 @@ typedef struct ampi_region { const amp_context *amp; amp_autocast_desc desc; int
    id of the scale.  open: no operator has added to a gradient since. */
 typedef struct ampi_seed { uint64_t context, rescaled, scale; int open; } ampi_seed;
 
-/* This thread's stack of regions, which is ampi_thread.regions high, and its last loss.  Also the last plan of amp_gemm
-   with its `decisions` (0: there is none). */
+/* This thread's stack of regions, which is ampi_thread.regions high, its last loss, and the last plan of amp_gemm with
+   its `decisions` (0: there is none). */
 static AMPI_THREAD_LOCAL struct {
     ampi_region at[AMPI_REGION_DEPTH];
     uint64_t decided;
@@ -14734,7 +14735,7 @@ static int ampi_regions_end(const amp_context *amp) {
     return n;
 }
 
-/* Ends the regions of callbacks that an exception left. */
+/* Ends the regions of callbacks that were left by an exception. */
 static void ampi_regions_left(void) {
     while (ampi_thread.left > 0 && ampi_thread.regions >= ampi_thread.left) ampi_region_drop();
     ampi_thread.left = 0;
@@ -15008,7 +15009,7 @@ static amp_dtype ampi_promoted(const amp_dtype *inputs, int32_t n, amp_dtype wid
     return widest == AMP_DTYPE_DEFAULT ? AMP_F32 : widest;
 }
 
-/* 1: the operator is a matrix product.  Only these use a fallback dtype and TF32. */
+/* 1: the operator is a matrix product.  Only these use the context's .fallback and .allow_tf32. */
 static int ampi_is_product(int32_t op) {
     return (op >= AMP_OP_LINEAR && op <= AMP_OP_ATTENTION) || op == AMP_OP_LINEAR_CROSS_ENTROPY;
 }
@@ -15061,7 +15062,7 @@ static amp_result ampi_decide(const amp_context *amp, int32_t op, const char *la
     if (n > 0) AMPI_TRY(ampi_need("amp_autocast_decide", inputs, "inputs"));
     if (!ampi_op_exists(amp, op))
         return ampi_fail(AMP_ERR_NAME, "amp_autocast_decide",
-                         "op = %d is no operator: use one of amp_op, or of amp_operator_register", op);
+                         "op = %d is no operator: use one of amp_operator, or of amp_operator_register", op);
     top = ampi_region_top(amp);
     if (top != NULL && top->recompute)
         return ampi_fail(AMP_ERR_STATE, "amp_autocast_decide",
@@ -15205,8 +15206,8 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
 AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_policy policy) {
     AMPI_TRY(ampi_need("amp_operator_override", amp, "amp"));
     if (op <= AMP_OP_NONE || op >= AMPI_BUILTIN_OPS)
-        return ampi_fail(AMP_ERR_NAME, "amp_operator_override", "op = %d is not a built-in operator: use one of amp_op",
-                         op);
+        return ampi_fail(AMP_ERR_NAME, "amp_operator_override",
+                         "op = %d is not a built-in operator: use one of amp_operator", op);
     if (!ampi_is_cast_policy(policy))
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
@@ -16026,7 +16027,7 @@ AMP_API void amp_cast_cache_clear(amp_context *amp) {
     if (amp == NULL) return;
     ampi_lock(amp);
     for (i = 0; i < amp->n_cache; i++)
-        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for copies that graphs use */
+        if (amp->cache[i].users == 0) amp->cache[i].version = UINT64_MAX;       /* for those that graphs keep */
     ampi_unlock(amp);
     while (ampi_cache_free_one(amp, AMPI_COPIES_ALL, 0)) {}
 }
@@ -16163,7 +16164,7 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     char shape[64], other[24] = "";
     AMPI_TRY(ampi_check_tensor(function, field, &p->weight));
     if (!ampi_is_contiguous(&p->weight))
-        return ampi_fail(AMP_ERR_SHAPE, function, ".%s is not contiguous, as it must be", field);
+        return ampi_fail(AMP_ERR_SHAPE, function, ".%s must be contiguous", field);
     if (p->weight.ndim == (cols < 0 ? 1 : 2) && have[0] == rows && (cols < 0 || have[1] == cols)) return AMP_OK;
     if (cols >= 0) snprintf(other, sizeof other, ", %lld", (long long)cols);
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
@@ -16492,7 +16493,7 @@ static amp_result ampi_linear_kept(const char *f, const amp_linear_op *op, int o
     *in = act == AMP_ACT_RELU && pre->data == NULL ? y : pre;
     if ((*in)->data == NULL)
         return ampi_fail(AMP_ERR_NULL, f,
-                         ".%s has no data: set it, for backward through GELU reads the activation's input", name);
+                         ".%s has no data: set it, because backward through GELU reads the activation's input", name);
     if (act != AMP_ACT_RELU && (*in)->data == y->data)
         return ampi_fail(AMP_ERR_CONFLICT, f,
                          ".%s is the activation's output: it must be its input, which backward through GELU reads",
@@ -17118,7 +17119,7 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
     AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given, and RMSNorm has none: set it to NULL");
     if (op->residual.data && op->sum.data == NULL)
-        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, for with .residual backward reads the sum");
+        return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, because with .residual backward reads the sum");
     if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
     if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
@@ -17457,7 +17458,7 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     amp_mat w;
     const char *f = c->f;
     if (ampi_is_recomputing(c->amp))
-        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, for it would add to the gradients again");
+        return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, because it would add to the gradients again");
     AMPI_TRY(ampi_need(f, op->weight, ".weight"));
     AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
@@ -18780,7 +18781,7 @@ struct amp_tape {
     int32_t stretch, stretches;     /* the open checkpoint, or 0; the number of checkpoints in this step */
     amp_result failed; char text[sizeof ampi_error_text];   /* the first failure of this step */
     ampi_node *nodes; int64_t n, node_capacity;
-    int64_t same;                   /* the first so many nodes repeat the compiled graph */
+    int64_t same;                   /* the number of nodes, from the first, that repeat the compiled graph */
     int fresh;                      /* 1: the last node does not */
     int64_t compiled, loss;         /* the number of nodes of the compiled graph, 0 if there is none; its loss, or
                                        AMPI_NONE */
@@ -18794,7 +18795,7 @@ struct amp_tape {
     ampi_final *finals; int64_t n_finals, final_capacity;
     int32_t *begins, *ends; int64_t begin_capacity, end_capacity;   /* per call: the first slab of each list */
     char *memory; int64_t memory_bytes;
-    int64_t needed;                 /* bytes that the plan made last takes */
+    int64_t needed;                 /* bytes that the latest plan takes */
 };
 
 static amp_tensor *ampi_at_port(ampi_node *n, size_t offset) {
@@ -19587,7 +19588,7 @@ static amp_result ampi_tape_take_gradient(amp_tape *t, int32_t i) {
 }
 
 /* Plans the backward of an add or a reshape, without a call.  The gradient of the node is also the gradient of each
-   input, of a reshape with another shape. */
+   input.  For a reshape it only gets another shape. */
 static amp_result ampi_tape_pass(amp_tape *t, int32_t i) {
     ampi_node *n = &t->nodes[i];
     int k;
@@ -20016,8 +20017,8 @@ static amp_result ampi_tape_compile_once(amp_tape *t, int32_t loss) {
    most per byte are kept first.  The cheapest plan of all divisions is taken.  Every try is a complete plan, so what
    fits is known and not estimated. */
 
-enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after so many divisions that are no better than the best */
-       AMPI_BUDGET_OPERATIONS = 64 };   /* so many operations cost as much as a byte that is moved */
+enum { AMPI_BUDGET_TRIES = 4,       /* the search ends after this many divisions in a row that are no better */
+       AMPI_BUDGET_OPERATIONS = 64 };   /* this many operations cost as much as moving a byte */
 
 /* A part of the step, from node `first` to node `last`, both included. */
 typedef struct ampi_slice { int32_t first, last; double cost, held; } ampi_slice;
@@ -20360,7 +20361,7 @@ static amp_result ampi_run_attention(amp_tape *t, ampi_node *n, int backward) {
     return result;
 }
 
-/* RoPE works in place, so the input is first copied to the memory of the result, unless it is there. */
+/* RoPE works in place, so the input is first copied to the memory of the result, unless it is already there. */
 static amp_result ampi_run_rope(amp_tape *t, ampi_node *n, int backward) {
     const ampi_node *x = &t->nodes[n->key.in[0]];
     amp_rope_op *op = &n->op.rope;
@@ -21781,7 +21782,7 @@ static const ampi_preset ampi_presets[] = {
 };
 enum { AMPI_PRESETS = sizeof ampi_presets / sizeof ampi_presets[0] };
 
-/* The constants of the rule.  Without a ceiling they have infinity. */
+/* The constants of the rule.  If there is no ceiling, it is infinity. */
 static amp_k_scaler_rule ampi_scaler_rule(const amp_scaler_desc *d) {
     amp_k_scaler_rule r;
     memset(&r, 0, sizeof r);
@@ -21901,7 +21902,7 @@ struct ampi_buckets {
     int64_t posted, done;           /* buckets on their way and back in this cycle */
     int ran;                        /* 1: a backward has run in this context since the last recount */
     amp_result failed; char why[sizeof ampi_error_text];
-    int64_t to_gather;              /* buckets whose weights are on their way: the first ones, this many */
+    int64_t to_gather;              /* the weights of this many buckets, from the first, are on their way */
     amp_result torn; char torn_why[sizeof ampi_error_text];     /* a gather has failed */
     double busy, waited;            /* seconds, since the last step's result was sent */
 };
@@ -22456,7 +22457,7 @@ static amp_result ampi_set_refresh_sums(amp_grad_set *set) {
     return ampi_set_send(set, changed);
 }
 
-/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The same bits follow here if
+/* ---- Kernels of another machine.  It may be rank 0's, or the one that saved a state.  The bits continue as there if
    this CPU has that path too, and if the program did not choose a path itself. */
 
 /* The path that computes the bits.  0: they do not come from a CPU. */
@@ -22515,7 +22516,7 @@ static amp_result ampi_run_check(amp_grad_set *set, const float *multiply, int l
 }
 
 /* Makes the whole check.  scaler is enabled or NULL.  In the last micro-batch of a cycle the ranks combine their
-   results.  In an earlier one (clip_each) each rank uses its average alone. */
+   results.  In an earlier one (clip_each) each rank uses only its own average. */
 static amp_result ampi_check_set(amp_grad_set *set, amp_scaler *scaler, amp_check_mode mode, int last) {
     const int parted = set->buckets != NULL && set->buckets->parted;
     const int late = set->buckets != NULL && set->buckets->recorded;    /* 1: gradients may be on their way already */
@@ -23585,7 +23586,7 @@ static void ampi_growth_unlink(amp_optimizer *o, const ampi_growth *growth) {
 }
 #endif
 
-/* Sets the address of a parameter's fp32 master that users see. */
+/* Sets the address of a parameter's fp32 master, for the program to read. */
 static void ampi_show_master(const amp_grad_set *set, int64_t i) {
     const amp_k_tensor *row = &set->rows[i];
     set->params[i]->master = ampi_has_remainder(row) || ampi_shards(set) ? NULL : row->master;
@@ -24692,7 +24693,7 @@ static amp_result ampi_names_record(const amp_optimizer *o, int with_row, char *
     return AMP_OK;
 }
 
-/* The record `part` of a sharded optimizer.  It has rank and world, then of each row the first element of the part and
+/* The record `part` of a sharded optimizer.  It has rank and world, then for each row the first element of the part and
    the number of its elements. */
 static amp_result ampi_part_record(const amp_optimizer *o, int64_t **part) {
     int64_t i;
@@ -25978,8 +25979,8 @@ AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
 }
 
 /* ---- Exchanges between the ranks of a context.  An exchange is made by the reducer's own call for it, or by reduce if
-   there is none.  With reduce it is made piece by piece.  It is also made piece by piece if CPU memory is between a
-   device and a reducer that works on the CPU. */
+   there is none.  With reduce it is made piece by piece.  It is also made piece by piece if the data of a device
+   must pass through CPU memory to a reducer that works on the CPU. */
 
 enum { AMPI_EXCHANGE_PIECE = 1 << 20 };         /* elements on the way at a time */
 
@@ -28969,7 +28970,7 @@ static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const
 }
 
 static amp_result ampi_stopped(const char *function) {
-    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped by its context's end: create another");
+    return ampi_fail(AMP_ERR_STATE, function, "the loader was stopped: create another");
 }
 
 /* Waits for a worker's signal until `deadline` (monotonic ns).  Returns 0 if the time is up. */
@@ -29014,7 +29015,7 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         }
         if (l->threads > 0 && l->lost == l->threads) {
             result = ampi_fail(AMP_ERR_SOURCE, "amp_loader_next",
-                               "no worker is left, for your callback ended their threads: create a new loader");
+                               "no worker is left, because your callback ended their threads: create a new loader");
             break;
         }
         if (begin == 0) {
@@ -29619,7 +29620,7 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
 }
 
 /* Delivers a batch in one of the two device slots.  While the caller's kernels use one slot, the next batch is copied
-   into the other.  The caller's stream waits for the copy of the batch, and this thread does not. */
+   into the other.  This thread waits only for workers, and the caller's stream waits for the copy. */
 static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     const amp_backend *b = l->backend;
     int turn = (int)(l->deliveries & 1), next_ready;
@@ -32420,7 +32421,7 @@ static void ampi_perturb_16bit(uint16_t *x, amp_dtype dtype, int64_t n, double u
     }
 }
 
-/* Sets all weights to changed copies of the saved ones.  For fp16, weights in fp32 change by at least up to half the
+/* Sets all weights to changed copies of the saved ones.  For fp16, a weight in fp32 may always change by half the
    spacing of fp16's subnormals. */
 static amp_result ampi_perturb(ampi_verifier *v, double u, amp_dtype dtype, uint64_t draw) {
     const ampi_numbers_vec *vec = AMPI_PICK(ampi_numbers_kernels, ampi_cpu_best_path());
@@ -32554,7 +32555,7 @@ static amp_range ampi_taped_range(const char *name, void *data, amp_dtype dtype,
 static amp_result ampi_taped_open(amp_context *amp, const char *f, ampi_taped *w, amp_record_function record,
                                   void *user, int others) {
     void *numbers;
-    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and .step are both given: set one of them");
+    if (others) return ampi_fail(AMP_ERR_CONFLICT, f, ".record and another function are given: set .record alone");
     w->record = record;
     w->user = user;
     AMPI_TRY(ampi_as(f, amp_alloc(amp, &numbers, 2 * (int64_t)sizeof(float))));
@@ -32600,7 +32601,7 @@ static amp_result ampi_taped_gradcheck(amp_context *amp, ampi_taped *w, amp_grad
     AMPI_TRY(ampi_taped_open(amp, f, w, d->record, d->user, d->forward != NULL || d->backward != NULL));
     if (d->outputs != NULL || d->output_grads != NULL || d->n_outputs != 0)
         return ampi_fail(AMP_ERR_CONFLICT, f,
-                         ".record and .outputs are both given: set one of them, as the loss of .record is the output");
+                         ".record and .outputs are both given: set only one; the loss of .record is the output");
     d->outputs = &w->loss; d->output_grads = &w->seed;
     d->n_outputs = 1;
     d->forward = ampi_taped_forward; d->backward = ampi_taped_backward;
@@ -32944,7 +32945,8 @@ static amp_result ampi_verify_memory(ampi_verifier *v) {
     }
     if (v->bytes == 0)
         return ampi_fail(AMP_ERR_NULL, "amp_verify",
-                         "there is nothing to compare, for no parameter has a gradient: set .grad of one, or .outputs");
+                         "there is nothing to compare, because no parameter has a gradient: set .grad of one, or "
+                         ".outputs");
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->reference, v->bytes, 1));
     AMPI_TRY(ampi_alloc(s, "amp_verify", (void **)&v->stage, AMPI_VERIFY_STAGE, 8));
     return ampi_verify_keep(v->amp, "amp_verify", d, &v->before);
@@ -34094,7 +34096,7 @@ static amp_result ampi_check_tune(const amp_context *amp, amp_tune_desc *d) {
     if (d->step == NULL && d->record == NULL)
         return ampi_fail(AMP_ERR_NULL, "amp_tune", ".step and .record are NULL: set one of them");
     if (d->step != NULL && d->record != NULL)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set one of them");
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_tune", ".record and .step are both given: set only one of them");
     AMPI_TRY(ampi_check_tune_dtypes(d));
     AMPI_TRY(ampi_fields("amp_tune", ampi_tune_fields, sizeof ampi_tune_fields, d));
     if (d->max_batch != 0 && d->max_batch < d->batch)
@@ -34198,7 +34200,7 @@ static int ampi_tune_read(ampi_tune *t) {
     result = ampi_state_load_own(&t->state, ampi_context_system(t->amp), t->desc.file);
     if (result == AMP_OK) return ampi_tune_known(t);
     t->foreign = result == AMP_ERR_FORMAT;
-    if (result != AMP_ERR_OPEN)                 /* such a file was not written yet */
+    if (result != AMP_ERR_OPEN)                 /* which would mean that it was not written yet */
         ampi_log(t->amp, AMP_LOG_WARNING, 1302, "tuned results ignored%s: %s",
                  t->foreign ? ", and the file left alone" : "", amp_last_error());
     return 0;
@@ -35066,8 +35068,8 @@ static amp_result ampi_adapt_interval(amp_adapt *m) {
     m->moved = 0;
     if (seen == 0 && !m->warned) {
         m->warned = 1;
-        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, for none ran outside "
-                 "of a captured graph, so none changes its dtype", (long long)m->desc.interval);
+        ampi_log(m->amp, AMP_LOG_WARNING, 1310, "no layer's errors were measured in %lld steps, because none ran "
+                 "outside of a captured graph, so none changes its dtype", (long long)m->desc.interval);
     }
     return AMP_OK;
 }
@@ -35696,8 +35698,7 @@ static amp_result ampi_check_recovery(const amp_context *amp, amp_recovery_desc 
                              (long long)i, p->name ? p->name : "unnamed");
         AMPI_TRY(ampi_check_tensor(f, p->name ? p->name : "weight", &p->weight));
         if (!ampi_is_contiguous(&p->weight))
-            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight is not contiguous, as it must be",
-                             p->name ? p->name : "?");
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s: the weight must be contiguous", p->name ? p->name : "?");
     }
     if (d->optimizer->amp != amp || (d->scaler != NULL && d->scaler->amp != amp) ||
         (d->loader != NULL && d->loader->amp != amp))
@@ -35852,8 +35853,8 @@ static AMPI_COLD int ampi_ask(const amp_recovery *r, amp_recovery_event *event) 
     return ampi_bits_f64(lr) != ampi_bits_f64(r->desc.optimizer->desc.lr);
 }
 
-/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as by settings
-   with "scaler" auto. */
+/* Switches to another dtype.  If it is not fp16, no loss scale is needed, and the scaler is disabled, as with the
+   setting "scaler" auto. */
 static amp_result ampi_mitigate_dtype(const amp_recovery *r, amp_dtype dtype) {
     amp_scaler *scaler = ampi_enabled(r->desc.scaler);
     amp_scaler_desc d;
@@ -36066,8 +36067,9 @@ static AMPI_COLD amp_result ampi_recovery_memory(amp_recovery *recovery, amp_rec
     AMPI_TRY(ampi_need2("amp_recovery_memory", r, "recovery", event, "event"));
     AMPI_TRY(ampi_recovery_alive(recovery, "amp_recovery_memory"));
     if (ampi_world(r->amp) > 1)
-        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know, and wait in their "
-                         "step: all ranks must start again with a smaller micro-batch", ampi_world(r->amp) - 1);
+        return ampi_fail(AMP_ERR_CONFLICT, "amp_recovery_memory", "the other %d ranks do not know of this, and wait "
+                         "in their step: all ranks must start again with a smaller micro-batch",
+                         ampi_world(r->amp) - 1);
     AMPI_TRY(ampi_may_wait(r->amp));
     o = r->desc.optimizer;
     again = r->cleaned == o->attempts + 1;
