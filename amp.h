@@ -663,7 +663,7 @@ typedef struct amp_reducer {
     int (*reduce)(void *user, void *data, int64_t count, amp_dtype dtype, amp_reduce_op op, void *stream);
     void *user;
     int32_t rank, world;        /* world 0: 1 */
-    int32_t on_host;            /* which memory calls take: 0 the device's; 1 the host's; 2: see amp_exchanges */
+    int32_t on_host;            /* which memory calls take.  0: the device's, 1: the CPU's, 2: see amp_exchanges */
     int32_t one_thread;         /* 1: calls come from threads that call amp.h, never from one that amp.h starts */
     const amp_exchanges *calls; /* other calls; those that are NULL are built from reduce, exactly but slowly */
 } amp_reducer;
@@ -13319,7 +13319,7 @@ static amp_result ampi_check_desc(amp_desc *d) {
                          ".reducer.rank = %d, must be 0 to .reducer.world - 1, and .world is %d", d->reducer.rank,
                          d->reducer.world);
     if (d->reducer.on_host < 0 || d->reducer.on_host > 2)
-        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0 to 2", d->reducer.on_host);
+        return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.on_host = %d, must be 0, 1 or 2", d->reducer.on_host);
     if (d->reducer.one_thread != 0 && d->reducer.one_thread != 1)
         return ampi_fail(AMP_ERR_RANGE, "amp_open", ".reducer.one_thread = %d, must be 0 or 1", d->reducer.one_thread);
     if (d->reducer.calls != NULL && (d->reducer.calls->group_begin == NULL) != (d->reducer.calls->group_end == NULL))
@@ -14134,7 +14134,7 @@ static int ampi_is_writing(const amp_context *amp) {
 
 static amp_result ampi_check_mask(const char *f, const amp_mask *mask) {
     if ((int)mask->kind < 0 || mask->kind > AMP_MASK_ARBITRARY)
-        return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be 0 to 5", (int)mask->kind);
+        return ampi_fail(AMP_ERR_RANGE, f, ".mask.kind = %d, must be an amp_mask_kind", (int)mask->kind);
     if ((mask->kind == AMP_MASK_WINDOW || mask->kind == AMP_MASK_WINDOW_GLOBAL) && mask->window < 1)
         return ampi_fail(AMP_ERR_RANGE, f, ".mask.window = %lld, must be 1 or more", (long long)mask->window);
     if (mask->kind == AMP_MASK_WINDOW_GLOBAL && mask->global < 0)
@@ -14860,9 +14860,9 @@ AMP_API amp_result amp_autocast_begin(amp_context *amp, const amp_autocast_desc 
     if (desc != NULL) d = *desc;
     AMPI_TRY(ampi_check_saturate(amp, "amp_autocast_begin", d.saturate_inputs));
     if ((int)d.policy < 0 || d.policy > AMP_POLICY_TORCH)
-        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be 0 to 2", (int)d.policy);
+        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".policy = %d, must be an amp_policy", (int)d.policy);
     if ((int)d.mode < 0 || d.mode > AMP_MODE_INFERENCE)
-        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be 0 to 2", (int)d.mode);
+        return ampi_fail(AMP_ERR_RANGE, "amp_autocast_begin", ".mode = %d, must be an amp_mode", (int)d.mode);
     outer = ampi_region_of(amp);
     if (d.policy == 0) d.policy = outer ? outer->policy : amp->desc.policy;
     if (d.mode == 0) d.mode = outer ? outer->mode : amp->desc.mode;
@@ -15186,7 +15186,8 @@ AMP_API amp_result amp_operator_register(amp_context *amp, const char *name, amp
     int64_t i;
     AMPI_TRY(ampi_need3("amp_operator_register", amp, "amp", name, "name", op, "op"));
     if (!ampi_is_cast_policy(policy) || policy == AMP_CAST_DEFAULT)
-        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "policy = %d, must be 1 to 6", (int)policy);
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_register",
+                         "policy = %d, must be an amp_cast_policy other than AMP_CAST_DEFAULT", (int)policy);
     if (strlen(name) >= sizeof amp->ops->name)
         return ampi_fail(AMP_ERR_RANGE, "amp_operator_register", "name has %zu bytes, must have at most 63",
                          strlen(name));
@@ -15209,7 +15210,8 @@ AMP_API amp_result amp_operator_override(amp_context *amp, int32_t op, amp_cast_
         return ampi_fail(AMP_ERR_NAME, "amp_operator_override",
                          "op = %d is not a built-in operator: use one of amp_operator", op);
     if (!ampi_is_cast_policy(policy))
-        return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be 0 (default) to 6", (int)policy);
+        return ampi_fail(AMP_ERR_RANGE, "amp_operator_override", "policy = %d, must be an amp_cast_policy",
+                         (int)policy);
     amp->override_policy[op] = (uint8_t)policy;
     ampi_decisions_changed(amp);
     return AMP_OK;
@@ -16373,7 +16375,8 @@ static amp_result ampi_product_call(amp_context *amp, const char *f, amp_k_gemm 
 
 static amp_result ampi_linear_check_act(const char *function, const char *field, amp_activation_kind act) {
     if (act == AMP_ACT_NONE || act == AMP_ACT_GELU || act == AMP_ACT_GELU_ERF || act == AMP_ACT_RELU) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, function, ".%s = %d, must be NONE, GELU, GELU_ERF or RELU", field, (int)act);
+    return ampi_fail(AMP_ERR_RANGE, function, ".%s = %d, must be AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF or "
+                     "AMP_ACT_RELU", field, (int)act);
 }
 
 static amp_result ampi_linear_rows(const char *function, const amp_linear_op *op, amp_mat *x, amp_mat *y) {
@@ -16823,11 +16826,14 @@ static AMPI_ALWAYS amp_result ampi_gemm_check(int order, int trans_a, int trans_
     int row = order == AMP_ROW_MAJOR, ta = trans_a != AMP_NO_TRANS, tb = trans_b != AMP_NO_TRANS;
     int64_t need_a = row != ta ? k : m, need_b = row != tb ? n : k, need_c = row ? n : m;
     if (!row && order != AMP_COL_MAJOR)
-        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "order = %d, must be 101 (row major) or 102 (column major)", order);
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm",
+                         "order = %d, must be AMP_ROW_MAJOR (101) or AMP_COL_MAJOR (102)", order);
     if (trans_a < AMP_NO_TRANS || trans_a > AMP_CONJ_TRANS)
-        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_a = %d, must be 111, 112 or 113", trans_a);
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_a = %d, must be AMP_NO_TRANS (111), AMP_TRANS (112) or "
+                         "AMP_CONJ_TRANS (113)", trans_a);
     if (trans_b < AMP_NO_TRANS || trans_b > AMP_CONJ_TRANS)
-        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_b = %d, must be 111, 112 or 113", trans_b);
+        return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "trans_b = %d, must be AMP_NO_TRANS (111), AMP_TRANS (112) or "
+                         "AMP_CONJ_TRANS (113)", trans_b);
     if (m < 0 || n < 0 || k < 0)
         return ampi_fail(AMP_ERR_RANGE, "amp_gemm", "m = %lld, n = %lld, k = %lld, must be 0 or more", (long long)m,
                          (long long)n, (long long)k);
@@ -17252,7 +17258,8 @@ static amp_result ampi_activation_prepare(ampi_call *c) {
     amp_k_activation *k = &c->k.activation;
     const char *f = c->f;
     if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU)
-        return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be 1 to 5", (int)op->act);
+        return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be an amp_activation_kind other than AMP_ACT_NONE",
+                         (int)op->act);
     k->act = op->act;
     k->n = amp_tensor_count(&op->x);
     AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
@@ -17347,7 +17354,7 @@ static amp_result ampi_swiglu_kernel(ampi_call *c) {
 static amp_result ampi_check_loss(const char *f, float factor, amp_reduction reduction) {
     AMPI_TRY(ampi_check_real(f, ".factor", (double)factor, 1, "finite"));
     if ((int)reduction >= 0 && reduction <= AMP_REDUCTION_SUM) return AMP_OK;
-    return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be 0 to 2", (int)reduction);
+    return ampi_fail(AMP_ERR_RANGE, f, ".reduction = %d, must be an amp_reduction", (int)reduction);
 }
 
 /* Sets all arguments but the logits.  Their size must be in k already. */
@@ -17820,7 +17827,7 @@ static amp_result ampi_rope_prepare(ampi_call *c) {
         return ampi_fail(AMP_ERR_RANGE, f, ".rotary = %lld, must be even, at most %lld (0: all)",
                          (long long)op->rotary, (long long)op->q.shape[3]);
     if ((int)op->pairing < 0 || op->pairing > AMP_ROPE_ADJACENT)
-        return ampi_fail(AMP_ERR_RANGE, f, ".pairing = %d, must be 0 to 2", (int)op->pairing);
+        return ampi_fail(AMP_ERR_RANGE, f, ".pairing = %d, must be an amp_rope_pairing", (int)op->pairing);
     AMPI_TRY(ampi_check_real(f, ".base", (double)op->base, op->base == 0 || isgreaterequal(op->base, 1),
                              "1 or more and finite, or 0 (10000)"));
     k->batch = op->q.shape[0]; k->positions = op->q.shape[1];
@@ -18275,7 +18282,7 @@ static amp_result ampi_model_check(const amp_model *m, const char *name, int64_t
         return ampi_fail(AMP_ERR_RANGE, f, "%s: rows = %lld, cols = %lld, must be 1 or more and 0 or more", name,
                          (long long)rows, (long long)cols);
     if ((int)init < 0 || init > AMP_INIT_NORM_BIAS)
-        return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be 0 to %d", name, (int)init, AMP_INIT_NORM_BIAS);
+        return ampi_fail(AMP_ERR_RANGE, f, "%s: init = %d, must be an amp_init", name, (int)init);
     return ampi_check_real(f, "value", value, islessequal(fabs(value), AMPI_MOST_F32) &&
                            (init == AMP_INIT_CONSTANT || isgreaterequal(ampi_or(value, 0), 0)),
                            "finite in fp32, and 0 or more (or AMP_EXPLICIT_ZERO) but for CONSTANT");
@@ -22670,8 +22677,8 @@ AMP_API amp_result amp_scaler_create(amp_context *amp, amp_scaler **out, const a
     memset(&d, 0, sizeof d);
     if (desc != NULL) d = *desc;
     if ((int)d.preset < 0 || (int)d.preset >= AMPI_PRESETS)
-        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_create", ".preset = %d, must be 0 (default) to %d", (int)d.preset,
-                         AMPI_PRESETS - 1);
+        return ampi_fail(AMP_ERR_RANGE, "amp_scaler_create", ".preset = %d, must be an amp_scaler_preset",
+                         (int)d.preset);
     if (ampi_settings(amp)->level == AMP_LEVEL_O0) d.disable = 1;
     ampi_scaler_defaults(&d);
     AMPI_TRY(ampi_check_scaler("amp_scaler_create", &d));
@@ -25594,8 +25601,8 @@ static amp_result ampi_schedule_check(amp_schedule *s) {
     if (s->decay_kind == AMP_SCHEDULE_WSD) s->decay_kind = AMP_SCHEDULE_COSINE;
     if (s->kind == AMP_SCHEDULE_WSD && s->decay_kind != AMP_SCHEDULE_LINEAR && s->decay_kind != AMP_SCHEDULE_COSINE &&
         s->decay_kind != AMP_SCHEDULE_SQRT)
-        return ampi_fail(AMP_ERR_RANGE, function, ".decay_kind = %d, must be LINEAR, COSINE or SQRT",
-                         (int)s->decay_kind);
+        return ampi_fail(AMP_ERR_RANGE, function, ".decay_kind = %d, must be AMP_SCHEDULE_LINEAR, "
+                         "AMP_SCHEDULE_COSINE or AMP_SCHEDULE_SQRT", (int)s->decay_kind);
     return AMP_OK;
 }
 
@@ -28509,7 +28516,7 @@ static amp_result ampi_check_rows(amp_loader *l, const amp_tensor *t, int32_t i,
     if (!l->backend->host_visible) AMPI_TRY((l->backend->memory_kind)(l->dev, t->data, &kind));
     if (kind == AMP_MEMORY_DEVICE || kind == AMP_MEMORY_OTHER_DEVICE)
         return ampi_fail(AMP_ERR_CONFLICT, ampi_loader_create_name,
-                         ".tensors[%d] is in device memory, must be in the host's", i);
+                         ".tensors[%d] is in device memory, must be in CPU memory", i);
     return AMP_OK;
 }
 
@@ -31197,7 +31204,8 @@ AMP_API amp_result amp_monitor_phase(amp_monitor *monitor, amp_phase phase) {
     AMPI_TRY(ampi_need("amp_monitor_phase", m, "monitor"));
     AMPI_TRY(ampi_alive(&monitor->object, "amp_monitor_phase"));
     if ((int)phase < 0 || phase >= AMP_PHASES)
-        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be 0 to %d", (int)phase, AMP_PHASES - 1);
+        return ampi_fail(AMP_ERR_RANGE, "amp_monitor_phase", "phase = %d, must be an amp_phase below AMP_PHASES",
+                         (int)phase);
     ampi_range_end(m);
     if (phase != AMP_PHASE_OTHER) amp_profile_push(m->amp, names[phase]);
     m->in_range = phase != AMP_PHASE_OTHER;

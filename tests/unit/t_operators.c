@@ -140,7 +140,7 @@ TEST(linear_refuses_half_an_activation) {
     op.dy = amp_tensor2(loss_weights, AMP_F32, 7, 5); op.dx = amp_tensor2(dx, AMP_F32, 7, 3);
     op.x_act = AMP_ACT_TANH;
     CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_RANGE);
-    CHECK(strstr(amp_last_error(), ".x_act = 3, must be NONE, GELU, GELU_ERF or RELU") != NULL);
+    CHECK(strstr(amp_last_error(), ".x_act = 3, must be AMP_ACT_NONE, AMP_ACT_GELU, AMP_ACT_GELU_ERF or AMP_ACT_RELU") != NULL);
     op.x_act = AMP_ACT_GELU;
     CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_NULL);
     CHECK(strstr(amp_last_error(), ".x_pre has no data") != NULL);

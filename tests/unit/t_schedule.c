@@ -158,7 +158,7 @@ TEST(refusals) {
     bad.decay = INT64_MAX;
     CHECK(refuses(bad, 0, AMP_ERR_CONFLICT, ".decay = 9223372036854775807"));
     bad.decay = 5; bad.decay_kind = AMP_SCHEDULE_INVERSE_SQRT;
-    CHECK(refuses(bad, 0, AMP_ERR_RANGE, ".decay_kind = 5, must be LINEAR, COSINE or SQRT"));
+    CHECK(refuses(bad, 0, AMP_ERR_RANGE, ".decay_kind = 5, must be AMP_SCHEDULE_LINEAR, AMP_SCHEDULE_COSINE or AMP_SCHEDULE_SQRT"));
 }
 
 int main(int argc, char **argv) {
