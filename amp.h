@@ -8306,12 +8306,14 @@ AMPI_O1_END
 
 /* ==== 6 >>workers: implementation, shared parts of the CPU kernels: threads, scratch memory, pieces of rows ==== */
 
-/* ---- Attention on the CPU works on strips of queries times tiles of keys.  AMPI_STRIPS strips share one pass over the
-   keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
+/* ---- Vector kernels of attention.  Attention on the CPU works on strips of AMPI_STRIP queries times tiles of
+   AMPI_KEY_TILE keys.  AMPI_STRIPS strips share one pass over the keys.  In a tile of scores the queries are the lanes,
+   so the score of (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
 /* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is
-   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Terms are added in the order of
+   k. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8322,8 +8324,8 @@ typedef struct ampi_product {
     const float *rescale;           /* [cols]; NULL: 1 */
 } ampi_product;
 
-/* The rows (keys) of a tile that each lane (query) sees.  It sees row r if r < first or low <= r < high, if the
-   documents are equal, and if the row is allowed. */
+/* The rows (keys) of a tile that each lane (query) sees.  A lane sees row r if (r < first or low <= r < high), and if
+   the row belongs to the same document, and if the row is allowed. */
 typedef struct ampi_tile_mask {
     int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
     const int32_t *documents;       /* [rows]; NULL: all equal */
@@ -8332,16 +8334,19 @@ typedef struct ampi_tile_mask {
 
 typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
-    /* Does the same, but a weight of exactly 0 contributes 0 even if the factor is infinite or NaN. */
+    /* Does the same, but a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN.  The weights
+       are in a if a_is_weight is 1, otherwise in b. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* The same function as in ampi_gemm_vec. */
+    /* The same function as .transpose of ampi_gemm_vec. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
+    /* Sets the elements of a tile that the mask hides to `value`. */
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
-    /* Turns scores into exp(score - running maximum), rounded to compute; max, sum and rescale are per lane. */
+    /* Turns scores into exp(score - running maximum), rounded to `compute`.  max, sum and rescale have one value per
+       lane.  max and sum are updated.  rescale receives the factor for what earlier tiles have added up. */
     void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
     /* p = exp(p - lse), ds = p (ds - delta) */
     void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
-    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 for a query that sees no key */
+    /* lse = max + log(sum) and inverse = 1 / sum.  For a query that sees no key, lse is -inf and inverse is 0. */
     void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
     float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
     int32_t (*has_nan)(const float *x, int64_t n);
@@ -8349,8 +8354,9 @@ typedef struct ampi_attention_vec {
 } ampi_attention_vec;
 
 /* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words.  A word is one fp32 value, or two bf16
-   values with consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA,
-   or pairs of bf16 with vdpbf16ps or AMX.  The loops around the tables use only the sizes in them. */
+   values with consecutive k, of which the one with the lower k is in the low half.  Each kernel table is one way to
+   multiply: fp32 words with FMA, or pairs of bf16 with vdpbf16ps or AMX.  The loops that call the kernels depend on a
+   table only through the sizes that it contains. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
@@ -8358,7 +8364,7 @@ enum {
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
-/* X(0) X(1) and so on, one for each row of a tile */
+/* AMPI_ROWS_n(X) expands to X(0) X(1) ... X(n - 1), one for each row of a tile. */
 #define AMPI_ROWS_1(X)  X(0)
 #define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
 #define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
@@ -8377,19 +8383,20 @@ enum {
 /* Multiplies a tile with a fixed number of rows and vectors.  The last vector has `tail` lanes. */
 typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
-/* Multiplies a fixed number of rows of a by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+/* Multiplies a fixed number of rows of a by four rows of b.
+   sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  add NULL: 0.  A
-   table with .edges accesses only `cols` columns of b, add and c, and takes any step.  Other tables access all columns
-   of a tile, and need step 1. */
+/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  If add is NULL, 0
+   takes its place.  The kernel of a table with .edges accesses only `cols` columns of b, add and c, and works with any
+   step.  The kernels of other tables access all columns of a tile, and need step 1. */
 typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
                                const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
 /* The outputs of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
     float alpha, beta;
-    const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
+    const float *bias;                  /* a value per column, padded to whole vectors; NULL: none */
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     amp_activation_kind act;
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
@@ -8402,84 +8409,90 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
-    int32_t spare;                      /* rows of packed A after a tile's that it may read, and ignores */
+    int32_t spare;                      /* rows of packed A beyond a tile that its kernel may read but does not use */
     int32_t edges;                      /* see ampi_gemm_tile */
     int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
-    void (*begin)(void), (*end)(void);  /* called around a thread's multiplications; NULL: nothing to do */
-    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the rest is
-       0. */
+    void (*begin)(void), (*end)(void);  /* called before and after a thread's multiplications; NULL: nothing to do */
+    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the other
+       half is 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
     /* Does the same for m rows that are `ld` values apart.  The packed rows are `pitch` words apart. */
     void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                     int64_t n, int64_t m);
-    /* Packs rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, padded with 0 at
-       the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at w * cols + j. */
+    /* Packs src[p * ld + j] for p < k and j < n, where each row of src has one k, into panels of `cols` columns.  The
+       last panel is padded with 0 on the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at
+       w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
-    /* dst[c * ldd + r] = src[r * lds + c], words */
+    /* Transposes words: dst[c * ldd + r] = src[r * lds + c]. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes a tile to the outputs from row `row` on, and changes x.  ld is a whole number of vectors. */
+    /* Writes the tile x to the outputs from row `row` on.  It overwrites x on the way.  ld is a whole number of
+       vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and cols <= 4
-       columns, or one row and a multiple of 4 columns. */
+    /* Dot products, fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and
+       cols <= 4 columns, or one row and a multiple of 4 columns. */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                  float *sums);
-    /* c = a b, or c + a b with `add`, for a column a[i * step] and a row b */
+    /* c = a b, or with `add` c += a b, for a column a[i * step] and a row b. */
     void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c,
                   int64_t ldc);
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is widened to fp32 */
 } ampi_gemm_vec;
 
-/* Blocks of k, equal except for the last.  They depend on k alone, so that packed and unpacked B agree. */
+/* The blocks that k is cut into.  All have the same size except for the last.  For a given kernel table they depend on
+   k alone.  So a product with a packed B uses the blocks that B was packed in. */
 typedef struct ampi_gemm_blocks {
-    int64_t words, count, size;         /* words of k in all; blocks; words of a block */
+    int64_t words, count, size;         /* words of k in all; number of blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of
-   x[p] b[p * ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed
-   does the same over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all
-   panels. */
+/* Matrix times vector in pairs of bf16.  x consists of words.  combine computes y[j] += the sum over p < k of
+   x[p] b[p * ld + j], and adds the terms in order.  dots computes y[j] = the sum of x[p] b[j * ld + p].  It adds up 16
+   partial sums, each of every 16th word, and then their sum.  dots_packed does the same for words [from, end) of n
+   packed columns from `col` on, in whole vectors.  Its ld is the width of all panels together. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
                         int64_t col, int64_t from, int64_t end, int64_t n);
-    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words.  Columns beyond n are 0. */
+    /* Packs n <= 16 columns of k values, whose rows are `ld` apart, into 16 columns of words.  Columns beyond n are
+       filled with 0. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    /* Does the same as in ampi_gemm_vec, with b in words of one value each. */
+    /* Does the same as .outer of ampi_gemm_vec.  b consists of words with one value each. */
     void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
                   float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
-/* ---- Vector kernels of the multi-tensor calls.  They take any n and any alignment.  An element's bits do not depend
-   on its place, and a sum's bits do not depend on its alignment. */
-/* A step of an optimizer.  m and v are NULL if a row has none.  step is the result of the optimizer's ampi_..._row. */
+/* ---- Vector kernels of the multi-tensor calls.  They work with any n and any alignment.  The bits of an element do
+   not depend on its place, and the bits of a sum do not depend on the alignment of its terms. */
+/* A step of an optimizer.  m and v are NULL if the row has no such moment.  step is the result of the optimizer's
+   ampi_..._row. */
 typedef void (*ampi_update_vec)(float *w, const float *g, float *m, float *v, int64_t n, const void *step);
 
 typedef struct ampi_multi_vec {
-    /* Returns the sum of squares in fp64.  *bad = 1 if an element is infinite or NaN.  g *= *factor, unless factor is
-       NULL. */
+    /* Returns the sum of squares in fp64.  Sets *bad = 1 if an element is infinite or NaN.  Then multiplies g by
+       *factor, unless factor is NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
     ampi_update_vec adamw, sgd, lion;
-    /* above[i] += magnitudes above limit[i]; *largest: the largest finite one, as bits; n < 2^31 */
+    /* Adds the number of magnitudes above limit[i] to above[i], and raises *largest to the bits of the largest finite
+       magnitude.  n < 2^31. */
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, fp64 beyond */
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, and in fp64 beyond */
 
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be the buffer of any
-   input. */
+/* Vector kernels of the bandwidth-bound operators.  They work on fp32 rows of any length.  An output may be the same
+   buffer as any of the inputs. */
 typedef struct ampi_pointwise_vec {
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
     void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
-    /* long sums: y = the sum of `count` >= 1 rows; total += x; y = total */
+    /* Long sums.  sum_rows: y = the sum of `count` >= 1 rows.  widen: total += x.  narrow: y = total. */
     void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
     void (*widen)(double *total, const float *x, int64_t n);
     void (*narrow)(float *y, const double *total, int64_t n);
@@ -8494,20 +8507,20 @@ typedef struct ampi_pointwise_vec {
                     const float means[2], float *dx, int64_t n);
     /* losses */
     float (*row_max)(const float *x, int64_t n);
-    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); may be NULL */
+    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); e may be NULL */
     float (*squared_error)(const float *x, const float *target, float scale, float *dx, int64_t n);
-    /* y = a x + b, and y = alpha a + beta b */
+    /* scale_shift: y = a x + b.  add: y = alpha a + beta b, without the term of b if b is NULL. */
     void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
     void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
-    /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
+    /* y[i] = 0 if the uniform random number of index + i is below threshold / 2^24, otherwise scale x[i]. */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
-    /* rotates the first `rotary` elements of each head by a row of ampi_rope_row */
+    /* Rotates the first `rotary` elements of each head by the cosines and sines that ampi_rope_row fills in. */
     void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
                  int adjacent);
-    /* most[i] = the larger of it and the magnitude bits of x[i] */
+    /* Raises most[i] to the bits of the magnitude of x[i]. */
     void (*magnitudes)(uint32_t *most, const float *x, int64_t n);
-    /* y[i] = E4M3 or E5M2 of x[i] scale[i], as in amp_k_fp8, times inverse[i]; a NaN scale gives NaN */
+    /* y[i] = (x[i] scale[i], rounded to E4M3 or E5M2 as in amp_k_fp8) inverse[i].  A NaN scale gives NaN. */
     void (*fp8)(const float *x, const float *scale, const float *inverse, float *y, int64_t n, amp_dtype format,
                 amp_k_fp8_count *count);
 } ampi_pointwise_vec;
@@ -8525,7 +8538,7 @@ static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
     for (code = 0; code < AMPI_MOMENT_CODES; code++) ampi_moment_map_set(map, code, is_signed);
     ampi_fp_end(host);
 }
-/* Unpacks and packs the moments of one block.  An infinite or NaN number makes its whole block NaN. */
+/* Unpack and pack the moments of one block.  If a number is infinite or NaN, the whole block becomes NaN. */
 static void ampi_moment_unpack(const ampi_moment_map *map, const uint8_t *codes, float scale, float *x, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) x[i] = map->value[codes[i]] * scale;
@@ -8554,32 +8567,33 @@ typedef struct ampi_cpu {
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
     pthread_mutex_t lock;           /* guards the pool */
-    struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
-    int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
-    int64_t credit, alone_until;    /* atomic; ampi_loop_account describes them */
-    ampi_moment_map moments[2];  /* of v, of m; made for the first 8-bit moments, under the lock */
+    struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];       /* busy 1: in use or being replaced */
+    int64_t wall, busy;             /* time of the last telemetry call or of opening; the process's CPU time then */
+    int64_t credit, alone_until;    /* atomic; AMPI_CREDIT_NS describes them */
+    ampi_moment_map moments[2];  /* of v, of m; made under the lock when 8-bit moments are first used */
     int has_moments;
 } ampi_cpu;
 
-/* Does items [begin, end) of a parallel loop.  thread < the loop's `threads`. */
+/* Does items [begin, end) of a parallel loop.  `thread` is below the loop's number of threads.  No two threads have the
+   same number at the same time, so it may select scratch memory.  A thread may be given several ranges of items. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
 enum { AMPI_SHARES = 32,            /* the most shares that a loop's pieces are divided into */
        AMPI_STEPS = 4 };            /* the steps in which a share is taken */
 
-/* A loop that threads share.  Each thread first takes pieces from its share, which keeps its caches warm from loop to
-   loop.  Then it takes pieces from the other shares.  So a thread that lost its core delays one step, and not a whole
-   share. */
+/* A loop that threads share.  Its pieces are divided into shares.  Each thread first takes pieces from its share,
+   because the data of that share may still be in its caches from an earlier loop.  Then it takes pieces from the other
+   shares.  So a thread that lost its core delays one step, and not a whole share. */
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
-    int64_t n, grain, step, begin;  /* begin: a time */
+    int64_t n, grain, step, begin;  /* items; items of a piece; pieces taken at a time; the time when the loop began */
     int32_t shares, threads;
     int32_t come;                   /* atomic: threads that have joined */
     struct {
-        int64_t next, end;          /* next: atomic */
+        int64_t next, end;          /* the pieces that are left, [next, end); next: atomic */
         int64_t taken, ns;          /* pieces done by this thread, from any share, and its time */
-        char line[32];
+        char line[32];              /* puts the shares a cache line apart */
     } share[AMPI_SHARES];
 } ampi_loop;
 
@@ -8605,11 +8619,12 @@ static void ampi_loop_run(void *arg, int32_t number) {
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
-/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work.  It may also lose
-   its core in the middle of a piece, and delay the caller.  An account sums the time that loops gained or lost by their
-   threads, compared with the caller alone.  When it is overdrawn, the caller works alone for AMPI_REST times the debt.
-   The pace of the caller alone is estimated by that of the fastest thread with a fair number of pieces, because the
-   others may have lost their cores. */
+/* Whether threads pay off.  If other programs use the cores, a thread may start too late to find work.  It may also
+   lose its core in the middle of a piece, and delay the caller.  cpu->credit adds up the time that loops gained or lost
+   by their threads, compared with the caller alone, and is at most AMPI_CREDIT_NS.  When it falls below 0, the caller
+   works alone for AMPI_REST times the debt, until cpu->alone_until, and the credit is 0 again.  The pace of the caller
+   alone is estimated by that of the fastest thread that did at least half of an equal part of the pieces.  Slower
+   threads may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
@@ -8639,8 +8654,8 @@ static void ampi_alone(ampi_task task, void *arg, int64_t n) {
     ampi_fp_end(host);
 }
 
-/* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.  Items must
-   be independent, so that the result does not depend on the cuts. */
+/* Calls task for [0, n), in contiguous ranges that begin at a multiple of `grain` items, on at most `threads` threads.
+   Items must be independent of each other, because the ranges vary from call to call. */
 static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
     int64_t pieces = (n + grain - 1) / grain, begin;
     ampi_loop loop;
@@ -8669,14 +8684,14 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     }
     (cpu->host.parallel)(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
-    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has left undone */
+    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has not done */
     host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
     ampi_fp_end(host);
 }
 
-/* Takes a block of the pool.  It is the smallest free block that fits.  If none fits, a new block replaces the smallest
-   free one, which counts as busy meanwhile.  NULL: all are busy, or there is no memory. */
+/* Takes the smallest free block of the pool that is large enough.  If there is none, a new block replaces the smallest
+   free one, whose entry is busy meanwhile.  Returns NULL if all blocks are busy or there is no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
@@ -8706,7 +8721,7 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return ptr;
 }
 
-/* Takes scratch memory for one kernel call. */
+/* Takes scratch memory for one kernel call, from the pool if possible.  ampi_cpu_release gives it back. */
 static void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
@@ -8737,15 +8752,15 @@ static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
 
-/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  A result row is computed in place, or in
-   `scratch` and then rounded once. */
+/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  An fp32 result is computed in place.  Any
+   other result is computed in `scratch` and then rounded once. */
 static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row that will soon be read into the cache.  Processors do not predict reads of rows that
-   are not next to each other. */
+/* Fetches the first 4 KiB of a row into the cache, before the row is read.  Processors do not predict reads of rows
+   that are not next to each other. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8757,7 +8772,7 @@ static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *sc
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
 
-/* Raises *to to bits, atomically. */
+/* Raises *to to `bits` if it is lower.  This is atomic. */
 static void ampi_raise(uint32_t *to, uint32_t bits) {
     uint32_t had = __atomic_load_n(to, __ATOMIC_RELAXED);
     while (had < bits && !__atomic_compare_exchange_n(to, &had, bits, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -8779,7 +8794,7 @@ static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
     __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
     return scale;
 }
-/* Copies records in CPU memory, atomically, since other threads may read them at any time. */
+/* Copies a record in CPU memory.  Each field is copied atomically, because other threads may read it at any time. */
 static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
     float scale = ampi_fp8_scale_of(from);
     ampi_fp8_count_copy(&from->now, &to->now);
