@@ -8808,32 +8808,33 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
 #if !defined(AMP_NO_OPERATORS)
 /* ---- GEMM on the CPU
 
-   C is cut into parts for the threads, by rows and columns, never by k: one thread forms each sum, block by block of k,
-   and its bits depend neither on the number of threads nor on the cuts.  In a part:
+   C is cut into parts for the threads, by rows and by columns, but never by k.  So each sum is formed by one thread,
+   block by block of k, and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
        for each block of rows, for each block of k:    pack the rows of A into words
-           for each group of panels of columns:        pack the panels of B, unless they are packed already: by
-                                                       gemm_pack, or for the first block of rows where B is kept
+           for each group of panels of columns:        pack the panels of B, unless they are packed already, by
+                                                       gemm_pack or (if keep_b) for the first block of rows
                for each band of rows, for each panel, for each tile of rows:
-                                                       multiply; in the last block of k, write out
+                                                       multiply; in the last block of k, write to C
 
-   Packed operands are words of 32 bits.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).  In
-   this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
+   Packed operands consist of 32-bit words.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).
+   In this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
 
        A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
           row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
           row 1   w0 w1 w2 w3                              w1: column 0, column 1  ... w3
           row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
 
-   A tile's kernel takes one word of each of its rows of A, and multiplies it with a vector of a panel of B.  Operands
-   that are not contiguous along k are woven into words while they are read (weave), and A is then transposed.
+   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Operands
+   that are not contiguous along k are woven into words while they are read (.weave of the kernel table).  A is then
+   transposed.
 
-   A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
-   dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
-   work, scratch memory is on the stack. */
+   A panel of B stays in the first-level cache while a band of A is read from the second-level cache.  Packing rounds to
+   the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that already consist
+   of words, they run on one thread, and their scratch memory is on the stack. */
 
 enum {
-    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each, or kept */
+    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each block, or kept */
     AMPI_GEMM_KEPT = 1 << 19,           /* most words of B that are kept packed for the next block of rows */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
@@ -8841,7 +8842,9 @@ enum {
     AMPI_GEMM_PIECE = 4000000           /* multiplications that justify a part */
 };
 
-/* op(a) or op(b): k values for each of its rows or columns j.  along_k: these values are contiguous. */
+/* op(a) or op(b).  It has k values for each row j of op(a) or column j of op(b).  If along_k is 1, these k values are
+   contiguous, and ld is the distance between rows or columns.  Otherwise the values of one
+   k are contiguous, and ld is the distance from one k to the next. */
 typedef struct ampi_gemm_operand {
     const void *data;
     amp_dtype dtype, compute;
@@ -8853,7 +8856,7 @@ static const void *ampi_gemm_at(const ampi_gemm_operand *x, int64_t k, int64_t j
     return ampi_at(x->data, x->dtype, x->along_k ? j * x->ld + k : k * x->ld + j);
 }
 
-/* Whether the operand already consists of words: fp32, or bf16 in pairs along k. */
+/* Whether the operand already consists of words, which are fp32, or bf16 in pairs along k. */
 static int ampi_gemm_is_words(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k) {
     if (vec->unit == 1) return x->dtype == AMP_F32 && x->compute == AMP_F32;
     return x->dtype == AMP_BF16 && x->along_k && k % 2 == 0 && x->ld % 2 == 0;
@@ -8898,12 +8901,14 @@ static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
     return b;
 }
 
-/* Words between packed rows; an extra cache line keeps rows out of each other's cache sets. */
+/* The distance between packed rows, in words.  It contains an extra cache line.  Without it, rows whose length is a
+   large power of two would share cache sets. */
 static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 16; }
 
 /* ---- Packing */
 
-/* Packs columns [j0, j0 + n) of B, k values from k0 on, into panels `stride` words apart.  scratch: cols * pitch. */
+/* Packs columns [j0, j0 + n) of B, with k values each from k0 on, into panels that are `stride` words apart.  scratch
+   has room for vec->cols rows that are ampi_gemm_pitch words apart. */
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
                                    int64_t j0, int64_t n, float *dst, int64_t stride, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words),
@@ -8927,7 +8932,8 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
     }
 }
 
-/* Packs rows [i0, i0 + m) of A, k values from k0 on, into rows of words `pitch` apart.  scratch: cols * words. */
+/* Packs rows [i0, i0 + m) of A, with k values each from k0 on, into rows that are `pitch` words apart.  scratch has
+   room for a panel, which is vec->cols words for each word of k. */
 static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t i0,
                                 int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
@@ -8961,27 +8967,27 @@ typedef struct ampi_gemm_call {
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: in place, unpacked */
-    int keep_b;                         /* 1: a part keeps what it packed of B for its next blocks of rows */
+    int keep_b;                         /* 1: a part keeps its packed panels of B for its next blocks of rows */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
-    /* offsets in, and size of, a thread's scratch memory in words */
+    /* in words: offsets of the arrays in a thread's scratch memory, and its size */
     int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;
     int threads; int64_t parts;
     size_t bytes;                       /* of all threads' scratch memory; 0: on the stack */
     float *scratch;
 } ampi_gemm_call;
 
-/* A block of C and one of its blocks of k. */
+/* A block of C, and the block of k that is being added to it. */
 typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
-    int first, last;                    /* block of k */
+    int first, last;                    /* 1: the first block of k; 1: the last one */
     int reuse_b;                        /* 1: an earlier block of rows packed these panels, and they are kept */
     const float *a; int64_t lda, step;
     float *scratch;
 } ampi_gemm_step;
 
-/* The outputs at the block's first row and column j. */
+/* Describes the outputs at column j of the block's first row. */
 static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t j, const float *bias,
                              ampi_gemm_out *out) {
     const amp_k_gemm *g = call->g;
@@ -9000,7 +9006,7 @@ static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s
     out->past_cache = call->past_cache && g->n - j >= call->vec->cols;
 }
 
-/* The bias of n columns from j on, as fp32, padded with 0 to the width of a panel. */
+/* Widens the bias of n columns from j on to fp32, and pads it with 0 to the width of a panel. */
 static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, float *bias) {
     const amp_k_gemm *g = call->g;
     if (g->bias == NULL) return;
@@ -9008,7 +9014,7 @@ static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, flo
     ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, j), g->bias_dtype, n, call->path);
 }
 
-/* Prefetches words [n i / parts, n (i + 1) / parts). */
+/* Prefetches part i of `parts` of n words. */
 static void ampi_gemm_fetch(const float *words, int64_t n, int64_t i, int64_t parts) {
     const float *p = words + n * i / parts / 16 * 16, *end = words + n * (i + 1) / parts;
     for (; p < end; p += 16) __builtin_prefetch(p, 0, 2);
@@ -9021,8 +9027,9 @@ static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, in
         for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
 }
 
-/* Multiplies one panel of B with rows [from, end) of the block, tile by tile.  Each tile is summed in C itself, in the
-   scratch memory's sums, or in a tile that finish then writes out.  next: the packed panel that follows, or NULL. */
+/* Multiplies rows [from, end) of the block by one panel of B, tile by tile.  Each tile is summed in C itself, in the
+   sums in scratch memory, or in a tile that .finish then writes to C.  next is the packed panel that follows, or
+   NULL.  It is prefetched. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from,
                             int64_t end, const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
@@ -9056,7 +9063,8 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     }
 }
 
-/* Multiplies panels [p, end), `stride` words apart from b on, with all bands.  more: another panel follows the last. */
+/* Multiplies all bands of rows by panels [p, end), which are at b and `stride` words apart.  more 1: another panel
+   follows the last one in memory. */
 static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t p, int64_t end, const float *b,
                             int64_t stride, int64_t ldb, int more) {
     int64_t row, q;
@@ -9067,7 +9075,8 @@ static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s,
         }
 }
 
-/* All panels of a block of C for one block of k.  B was packed by gemm_pack, is used in place, or is packed now. */
+/* Computes all panels of a block of C for one block of k.  B was packed by gemm_pack, is used in place, or is packed
+   now. */
 static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t block) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
@@ -9118,13 +9127,14 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
     }
 }
 
-/* Where part i of `parts` begins among n rows or panels, in multiples of grain. */
+/* Returns where part i of `parts` begins among n rows or panels.  This is a multiple of grain, or n. */
 static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts) {
     return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
 }
 
 #if AMPI_X86
-/* Stores past the caches are unordered: those of this thread are done before what it stores next. */
+/* Stores past the caches are not ordered with other stores.  This fence completes those of the calling thread before
+   its later stores, such as the one that reports the end of its work. */
 static __attribute__((__target__("sse"))) void ampi_gemm_order_stores(void) { _mm_sfence(); }
 #endif
 
@@ -9158,8 +9168,9 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
 #endif
 }
 
-/* The busiest thread's cost with each C cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles per
-   k, and packing about 5 r / 8 + c / 2. */
+/* The cost of the thread with the most work if each C of the batch is cut into m x n parts.  For each k, a part of r
+   rows and c columns takes r c / 64 cycles, and its packing takes about 5 r / 8 + c / 2.  The result is 64 times
+   that. */
 static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64_t m, int64_t n) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
     int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
@@ -9167,8 +9178,8 @@ static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64
     return rounds * (r * c + 40 * r + (call->packed_b != NULL ? 0 : 32 * c));
 }
 
-/* Chooses the parts: the cheapest cut into at most one per thread, then finer ones that cost at most 1% more, so that a
-   thread that lost its core delays little. */
+/* Chooses the parts.  It first finds the cheapest cut into at most one part per thread.  Then it prefers finer cuts
+   that cost at most 1% more, because with small parts a thread that lost its core delays the others less. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows, least = INT64_MAX, cost, m, n, best_m, best_n;
     call->cut_m = call->cut_n = 1;
@@ -9195,8 +9206,8 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         }
 }
 
-/* Whether C is far larger than its operands, as the gradient of a weight often is, and written once: the caches then
-   need neither fetch nor keep it. */
+/* Whether C is large, larger than its operands, and written once, as the gradient of a weight often is.  The caches
+   then need neither fetch nor keep C. */
 static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
     int once = call->blocks.count == 1 && ampi_is_0(g->beta) && g->c_dtype == AMP_F32;
@@ -9220,7 +9231,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
-    /* Few columns or rows do not repay packing the other operand.  Rows a multiple of 1 KiB apart share cache sets. */
+    /* Few columns or rows do not repay packing the other operand.  Rows at multiples of 1 KiB share cache sets. */
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
@@ -9235,7 +9246,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
-/* A call on at most `threads` threads, without its scratch memory. */
+/* Prepares a call on at most `threads` threads, but does not allocate its scratch memory. */
 static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g,
                                         int threads) {
     ampi_gemm_call call;
@@ -9258,7 +9269,8 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     return call;
 }
 
-/* Runs a call in the scratch memory reserved for it, or in its own. */
+/* Runs a call in the scratch memory that gemm_reserve took for it, if that is large enough.  Otherwise it takes scratch
+   memory for this call. */
 static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task,
                                 void *call, float **scratch, size_t bytes) {
     *scratch = (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
@@ -9281,17 +9293,20 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     return ampi_gemm_run(cpu, g, call.threads, call.parts, ampi_gemm_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Matrix times vector: one row or column of C.  The matrix is read once, unpacked. */
+/* ---- Matrix times vector, which computes one row or column of C.  The matrix is read once, in place or as gemm_pack
+   has packed it. */
 
 enum {
     AMPI_GEMV_UNIT = 64,   /* values of C in a unit of work */
     AMPI_GEMV_SPAN = 1024, /* values of C at a time */
     AMPI_GEMV_ROWS = 8,    /* rows converted to fp32 at a time */
-    /* bytes; sums lie half of it from the matrix: a load waits for a store whose address has the same low bits */
+    /* bytes.  A load is delayed by an earlier store whose address has the same low 12 bits.  So the sums are placed
+       half a page away from the beginning of the matrix, modulo a page. */
     AMPI_GEMV_PAGE = 4096,
-    AMPI_GEMV_SIDE = 2048, /* contiguous words whose sums are fp32 */
-    AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; for contiguous k: */
-    AMPI_GEMV_DOT = 1024
+    /* The next three are lengths along k.  A sum over one such length is in fp32.  These sums are added in fp64. */
+    AMPI_GEMV_SIDE = 2048, /* words of pairs, if they are contiguous along k */
+    AMPI_GEMV_BLOCK = 128, /* values of k in fp32, if they are not contiguous */
+    AMPI_GEMV_DOT = 1024   /* values of k in fp32, if they are contiguous */
 };
 
 typedef struct ampi_gemv_call {
@@ -9308,7 +9323,8 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* ampi_gemv_sums for pairs: fp32 within a block of k or AMPI_GEMV_SIDE contiguous words, fp64 beyond. */
+/* Does the same as ampi_gemv_sums for pairs of bf16.  Sums are in fp32 within a block of k, or within AMPI_GEMV_SIDE
+   words if these are contiguous along k.  Beyond that they are in fp64. */
 static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0,
                                 int64_t n, float *sums, double *total) {
     const ampi_gemm_vec *vec = call->vec;
@@ -9334,8 +9350,8 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
     (call->rows->narrow)(sums, total, n);
 }
 
-/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or AMPI_GEMV_ROWS rows of AMPI_GEMV_SPAN;
-   total: n. */
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j) for j < n.  scratch has room for k floats, and for AMPI_GEMV_ROWS
+   rows of AMPI_GEMV_SPAN floats.  total has room for n sums. */
 static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k,
                            int64_t j0, int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
@@ -9377,7 +9393,7 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     if (k > AMPI_GEMV_BLOCK) (call->rows->narrow)(sums, total, n);
 }
 
-/* The vector in words. */
+/* Packs the vector into words. */
 static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k, float *dst) {
     char side_by_side[AMPI_GEMM_BUFFER * sizeof(float)];
     size_t size = amp_dtype_size(x->dtype);
@@ -9390,8 +9406,8 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
     }
 }
 
-/* Writes n values from j on: a row of C in pieces of AMPI_GEMM_BUFFER columns, or a column, one value in each row of a
-   tile. */
+/* Writes n values of C from j on.  A row of C is written in pieces of AMPI_GEMM_BUFFER columns.  A column of C is
+   written through tiles that have one value in each row. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
     int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i,
@@ -9475,11 +9491,13 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Small and thin products in fp32, with operands in place: no plan, no packing, no scratch memory.  The choice
-   depends on the shape alone, and tiles give the same bits as above. */
+/* ---- Small and thin products.  They need no plan and no scratch memory other than the stack.  fp32 operands are used
+   in place, except for a small b that must be transposed.  Operands in pairs of bf16 are packed where necessary.
+   Whether a product is computed here does not depend on the number of threads.  Products by tiles have the same bits as
+   the ones above. */
 
-/* op(a)(i, p) is a[i * a_row + p * a_step], op(b)(p, j) is b[p * b_step + j * b_col], c(i, j) is c[i * c_row + j *
-   c_col]. */
+/* op(a)(i, p) is a[i * a_row + p * a_step], op(b)(p, j) is b[p * b_step + j * b_col], and c(i, j) is
+   c[i * c_row + j * c_col]. */
 typedef struct ampi_direct {
     const ampi_gemm_vec *vec;
     int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
@@ -9488,14 +9506,14 @@ typedef struct ampi_direct {
     int add;                            /* 1: add to c */
 } ampi_direct;
 
-/* C^T = op(B)^T op(A)^T */
+/* Turns the product into that of C^T, which is op(B)^T op(A)^T. */
 static void ampi_direct_turn(ampi_direct *d) {
     ampi_direct t = *d;
     d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->a_step = t.b_step; d->c_row = t.c_col;
     d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->b_step = t.a_step; d->c_col = t.c_row;
 }
 
-/* For ampi_direct_is_plain; a column becomes a row. */
+/* Describes a product for which ampi_direct_is_plain holds.  A contiguous column of C becomes a row of C^T. */
 static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     ampi_direct d;
     d.vec = vec;
@@ -9509,12 +9527,14 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     return d;
 }
 
+/* Whether the product is a single one, of the form C = op(A) op(B) or C += op(A) op(B). */
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
     return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (ampi_is_0(g->beta) || g->beta == 1.0f) &&
            g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
-/* ---- By tiles: for contiguous rows of b, which stay in the first-level cache if they are read often */
+/* ---- By tiles, for products in which the rows of b are contiguous.  Rows that are read more than twice must fit into
+   the first-level cache. */
 
 static int ampi_direct_by_tiles(const ampi_direct *d) {
     int64_t most = 1 << 20, size = d->m <= 16 || d->n <= 16 ? 1000000 : 500000;
@@ -9525,7 +9545,7 @@ static int ampi_direct_by_tiles(const ampi_direct *d) {
     return d->m <= 2 * d->vec->rows || AMPI_MIN(d->k, (int64_t)d->vec->block) * d->b_step <= 8192;
 }
 
-/* Stores sums, in rows `ld` apart, to c. */
+/* Stores sums, whose rows are `ld` apart, to c, or adds them to c. */
 static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add,
                               const float *sums, int64_t ld) {
     int64_t q, x;
@@ -9536,8 +9556,8 @@ static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_
         }
 }
 
-/* Columns [j, j + cols), at b, over words [p, p + k).  Rows of A in one set of the first-level cache: half a tile's
-   fit. */
+/* Computes columns [j, j + cols) of C, whose values in B are at b, over words [p, p + k).  If the rows of A are a
+   multiple of 2 KiB apart, they compete for a few sets of the first-level cache, and tiles have half as many rows. */
 static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, int64_t cols, int64_t p, int64_t k) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most,
@@ -9555,7 +9575,7 @@ static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, i
     }
 }
 
-/* Adds in the order of ampi_gemv_sums. */
+/* Computes a single row of C.  Terms are added in the order of ampi_gemv_sums, so that the bits are the same. */
 static void ampi_direct_row(const ampi_direct *d) {
     float sums[AMPI_GEMM_COLS];
     double total[AMPI_GEMM_COLS];
@@ -9574,7 +9594,8 @@ static void ampi_direct_row(const ampi_direct *d) {
     ampi_direct_store(d, 0, 0, 1, cols, d->add, sums, 0);
 }
 
-/* A shortcut for one tile of plain fp32, as the smallest products often are; 0: it is not one. */
+/* A shortcut for products in plain fp32 that are one tile, as the smallest products often are.  Returns 0, and computes
+   nothing, if the product is not one tile. */
 static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     int64_t m = g->m, n = g->n, k = g->k;
     if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges)
@@ -9585,7 +9606,8 @@ static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     return 1;
 }
 
-/* C^T may fill more lanes, but costs a copy. */
+/* Computes a product by tiles.  It computes C^T instead of C if the additional vector lanes that are then in use repay
+   the copy to C. */
 static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
@@ -9601,7 +9623,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
     }
 }
 
-/* Transposes a small b with columns along k on the stack. */
+/* Transposes a small b, whose columns are contiguous along k, into the stack, and computes the product by tiles. */
 static void ampi_direct_copied(ampi_direct *d) {
     float b[AMPI_GEMM_LOCAL];
     (d->vec->transpose)(b, d->n, d->b, d->b_col, d->n, d->k);
@@ -9609,7 +9631,7 @@ static void ampi_direct_copied(ampi_direct *d) {
     ampi_direct_tiles(d);
 }
 
-/* ---- By dot products: for operands contiguous along k */
+/* ---- By dot products, for products in which both operands are contiguous along k */
 
 /* Whether vectors along k cost less than packing b and filling vectors of columns. */
 static int ampi_direct_by_dots(const ampi_direct *d) {
@@ -9620,7 +9642,7 @@ static int ampi_direct_by_dots(const ampi_direct *d) {
     return AMPI_MIN(d->m, d->n) <= 2 * lanes && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
 }
 
-/* Rows [begin, end) of C. */
+/* Computes rows [begin, end) of C. */
 static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_direct *d = (const ampi_direct *)arg;
     int64_t i, j, p, rows, cols, k;
@@ -9644,12 +9666,14 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
     }
 }
 
-/* Takes four at a time of the operand that leaves the smaller remainder. */
+/* Turns the product if the rows of op(a) leave a smaller remainder than the columns of op(b), because the kernel takes
+   four columns at a time. */
 static void ampi_direct_dots_turn(ampi_direct *d) {
     if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) ampi_direct_turn(d);
 }
 
-/* A row or column of C in pairs of bf16. */
+/* Computes a row or column of C in pairs of bf16.  Returns 0, and computes nothing, if the product is too large or does
+   not have the form that is needed. */
 static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float x[4 * AMPI_GEMM_BUFFER], sums[AMPI_GEMM_BUFFER], *y = sums;
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
@@ -9666,6 +9690,7 @@ static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec
     return 1;
 }
 
+/* Computes a product with k 1 in pairs of bf16. */
 static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float b[AMPI_GEMM_LOCAL];
     int64_t j;
@@ -9677,7 +9702,9 @@ static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     return 1;
 }
 
-/* Few columns that are not along k: some rows of C at a time.  C^T fills more lanes than C, but costs a copy. */
+/* Products in pairs of bf16 with few columns of b, which are not contiguous along k.  C is computed some rows at a
+   time.  These rows are computed as columns of C^T if the additional vector lanes that are then in use repay the copy
+   to C. */
 static int ampi_direct_in_strips(const amp_k_gemm *g) {
     return !g->trans_b && g->n <= 16 && g->c_dtype == AMP_F32 && (double)g->m * (double)g->n * (double)g->k <= 1e6;
 }
@@ -9712,7 +9739,9 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
     return 1;
 }
 
-/* Operands whose words, with the sums of a 16-bit C, fit into a buffer on the stack; a may already be words. */
+/* Computes a product in pairs of bf16 if the operands that must be packed, together with the sums of a 16-bit C, fit
+   into a buffer on the stack.  Otherwise it returns 0 and computes nothing.  `there` is 1 if a already consists of
+   words. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     enum { AMPI_ROOM = 2 * AMPI_GEMM_LOCAL };
     float own[AMPI_ROOM];
@@ -9746,13 +9775,14 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     return 1;
 }
 
-/* bf16 has its own kernels for one row or column; fp32 prefers tiles. */
+/* Whether the product is computed by dot products.  A bf16 table has other kernels for one row or column of C.  In an
+   fp32 table tiles are faster where they are possible. */
 static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g, const ampi_direct *d) {
     int words = g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
     return words && ampi_direct_by_dots(d) && (vec->pairs != NULL ? g->m > 1 && g->n > 1 : !ampi_direct_by_tiles(d));
 }
 
-/* Computes small products in pairs of bf16; 0: not one of them. */
+/* Computes small products in pairs of bf16.  Returns 0, and computes nothing, if the product is not one of them. */
 static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(cpu, vec, g);
     if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) &&
@@ -9761,7 +9791,7 @@ static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp
     return ampi_direct_in_strips(g) ? ampi_direct_pair_strips(vec, g) : ampi_direct_pairs(cpu, vec, g);
 }
 
-/* Computes small and thin products; 0: not one of them. */
+/* Computes small and thin products.  Returns 0, and computes nothing, if the product is not one of them. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32,
@@ -9802,23 +9832,25 @@ static amp_k_gemm ampi_gemm_turned(const amp_k_gemm *g) {
     return t;
 }
 
-/* ---- Products in FP8.  Numbers of 8 bits are exact in bf16, and so are their multiples by the powers of two that
-   scale blocks.  So an operand is rounded to 8 bits and stored as bf16, with its blocks scaled back; a tensor's scale
-   goes into alpha; the rest is a product in bf16.  As those do, it may read numbers below 2^-126 as 0. */
+/* ---- Products in FP8.  bf16 represents 8-bit numbers exactly, and also their multiples by the powers of two that
+   scale blocks.  So an operand is rounded to 8 bits and stored as bf16, with the scales of its blocks undone.  The
+   scale of a whole tensor becomes part of alpha.  The rest is a product in bf16.  Like every product in bf16, it may
+   read numbers below 2^-126 as 0. */
 
 enum { AMPI_FP8_COLS = AMPI_CONVERT_CHUNK, AMPI_FP8_BLOCK = 128, AMPI_FP8_MX_BLOCK = 32 };
 
-/* An operand as it is stored: rows x cols; out: the same, contiguous. */
+/* The rounding of one operand.  rows and cols are its shape as it is stored.  out has the same shape and is
+   contiguous. */
 typedef struct ampi_fp8_job {
     const amp_k_fp8 *how;
     const ampi_pointwise_vec *vec;
     amp_cpu_path path;
     ampi_gemm_operand x;
-    int64_t rows, cols, band, across;   /* values of a block down and along the rows; 0: the whole tensor is one */
+    int64_t rows, cols, band, across;   /* band, across: rows and columns of a block; 0: it is the whole tensor */
     uint16_t *out;
     uint32_t amax;                      /* of the whole tensor; changed atomically */
-    float scale, spread;                /* of the whole tensor, and what its copy is multiplied by: a power of two */
-    float factor;                       /* what a product with the copy must be multiplied by */
+    float scale, spread;                /* of the whole tensor: its scale; the power of two that multiplies its copy */
+    float factor;                       /* the product with the copy must be multiplied by this */
     amp_k_fp8_count count;              /* changed atomically */
 } ampi_fp8_job;
 
@@ -9844,7 +9876,7 @@ static const float *ampi_fp8_row_at(const ampi_fp8_job *job, int64_t row, int64_
     return ampi_row_in(ampi_at(job->x.data, job->x.dtype, row * job->x.ld + col), job->x.dtype, n, scratch, job->path);
 }
 
-/* The largest magnitude in rows [begin, end). */
+/* Raises job->amax to the largest magnitude in rows [begin, end). */
 static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread) {
     ampi_fp8_job *job = (ampi_fp8_job *)arg;
     uint32_t most[AMPI_FP8_COLS] = {0}, amax = 0;
@@ -9860,7 +9892,8 @@ static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread
     ampi_raise(&job->amax, amax);
 }
 
-/* The scales of a band's columns from its largest magnitudes, block by block, and what undoes them. */
+/* Computes the scales of the columns of a band, block by block, from the largest magnitude of each column.  inverse
+   receives the factors that undo the scales. */
 static void ampi_fp8_block_scales(const ampi_fp8_job *job, const uint32_t *most, int64_t n, float *scale,
                                   float *inverse) {
     int64_t i, j, end;
@@ -9878,7 +9911,7 @@ static void ampi_fp8_block_scales(const ampi_fp8_job *job, const uint32_t *most,
     }
 }
 
-/* Rounds bands [begin, end) of rows. */
+/* Rounds bands [begin, end) of rows.  If the whole tensor is one block, each row is a band. */
 static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread) {
     ampi_fp8_job *job = (ampi_fp8_job *)arg;
     int64_t band = AMPI_MAX(job->band, 1), at, i, j, n, row_end;
@@ -9906,7 +9939,8 @@ static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread
     ampi_fp8_count_add(&job->count, &count);
 }
 
-/* The scale of a whole tensor, and what undoes it in the product and in the copy. */
+/* Sets the scale of a whole tensor, and the factors in the product and in the copy that undo it.  With `own` the scale
+   is computed from job->amax.  Otherwise it is the scale that the slot holds. */
 static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     const amp_k_fp8 *how = job->how;
     ampi_fp host = ampi_fp_begin();
@@ -9921,7 +9955,8 @@ static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     ampi_fp_end(host);
 }
 
-/* Rounds an operand. */
+/* Rounds an operand.  If how->record is set, this also records the counts and, with delayed scaling, the largest
+   magnitude. */
 static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     int threads = job->rows * job->cols < 1 << 16 ? 1 : ampi_threads_now(cpu);
     int64_t band = AMPI_MAX(job->band, 1), grain = AMPI_MAX(4096 / AMPI_MAX(job->cols * band, 1), 1);
@@ -9937,8 +9972,8 @@ static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     }
 }
 
-/* g with operands in bf16; `work` receives them, or is NULL if only the shape matters.  b may have been rounded, and
-   packed behind its factor, by gemm_pack. */
+/* Sets *out to the product g with operands in bf16.  `work` receives these operands.  It is NULL if only the shape of
+   *out matters.  If g->packed_b is set, gemm_pack has already rounded b, and has packed it after its factor. */
 static void ampi_gemm_of_fp8(ampi_cpu *cpu, const amp_k_gemm *g, char *work, amp_k_gemm *out) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     ampi_fp8_job first = ampi_fp8_job_of(cpu, g->fp8[0], &a, g->k, g->m, work), second;
@@ -9979,7 +10014,7 @@ static amp_result ampi_gemm_fp8(ampi_cpu *cpu, const amp_k_gemm *g) {
     return result;
 }
 
-/* alpha 0 reads neither a nor b, as in BLAS. */
+/* With alpha 0, no value of a or b has an effect on c, not even an infinity or NaN, as in BLAS. */
 static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
@@ -9997,7 +10032,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
 
-/* The most scratch memory that a product takes, on all threads or on one. */
+/* The most scratch memory that a product takes, whether it runs on all threads or on one. */
 static size_t ampi_gemm_scratch_size(ampi_cpu *cpu, const amp_k_gemm *args) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute == AMP_FP8 ? AMP_BF16 : args->compute);
     amp_k_gemm g = *args;
@@ -10041,7 +10076,7 @@ static void ampi_cpu_call_release(void *dev, void *ptr, size_t bytes) {
     ampi_cpu_release((ampi_cpu *)dev, ptr, bytes);
 }
 
-/* ---- Packing B ahead: one block of k after the other, panel by panel */
+/* ---- Packing B before its products.  The packing contains the blocks of k in order, and in each block the panels. */
 
 typedef struct ampi_gemm_packing {
     const amp_k_pack *args;
@@ -10069,7 +10104,8 @@ static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const am
     return p;
 }
 
-/* How many values rounding made infinite: k values from k0 on of columns [j, j + n), packed into `words` words. */
+/* The number of finite values that rounding made infinite, among k values from k0 on of columns [j, j + n), which were
+   packed into `words` words. */
 static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n,
                                  const float *packing, int64_t words) {
     int64_t after, before = 0, i;
@@ -10116,8 +10152,8 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
     return AMP_OK;
 }
 
-/* A product packs B as it goes.  Packing ahead pays only for repeated products: one alone does not repay the memory
-   traffic. */
+/* A product packs B by itself.  Packing B before the product pays only if the product is repeated, because a single
+   product does not repay the memory traffic.  In FP8, B is packed in any case, so that it is rounded only once. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     int fp8 = AMPI_HAS_FP8 && args->compute == AMP_FP8;
     ampi_gemm_packing p =
@@ -10126,7 +10162,8 @@ static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     return fp8 ? 64 + bytes : args->repeated ? bytes : 0;
 }
 
-/* b rounded to 8 bits: first the factor of its products, at 64 the panels. */
+/* Rounds b to 8 bits and packs it.  The packing begins with the factor for its products, followed by the panels at byte
+   64. */
 static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void *packing) {
     size_t bytes = ampi_fp8_bytes(args->k, args->n);
     void *work = ampi_cpu_scratch(cpu, bytes);
