@@ -8843,8 +8843,8 @@ enum {
 };
 
 /* op(a) or op(b).  It has k values for each row j of op(a) or column j of op(b).  If along_k is 1, these k values are
-   contiguous, and ld is the distance between rows or columns.  Otherwise the values of one
-   k are contiguous, and ld is the distance from one k to the next. */
+   contiguous, and ld is the distance between rows or columns.  Otherwise the values of one k are contiguous, and ld is
+   the distance from one k to the next. */
 typedef struct ampi_gemm_operand {
     const void *data;
     amp_dtype dtype, compute;
@@ -10195,8 +10195,8 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
 
 #if !defined(AMP_NO_OPERATORS)
 
-/* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
-   that the error does not grow with the number of rows. */
+/* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS rows at a time are added in fp32.  These sums are added in
+   fp64.  So the error does not grow with the number of rows. */
 
 enum { AMPI_SUM_ROWS = 128, AMPI_SUM_COLS = 1024 };
 
@@ -10204,14 +10204,14 @@ typedef struct ampi_long_sum {
     const ampi_pointwise_vec *vec;
     amp_cpu_path path;
     amp_dtype dtype;
-    int64_t n, waiting;
+    int64_t n, waiting;                 /* elements of a row; pointers in rows that have not been added yet */
     int32_t wide;                       /* 1: total is in use */
     const void *rows[AMPI_SUM_ROWS];
     float part[AMPI_SUM_COLS];
     double total[AMPI_SUM_COLS];
 } ampi_long_sum;
 
-/* For rows of n <= AMPI_SUM_COLS elements. */
+/* Begins a sum of rows with n <= AMPI_SUM_COLS elements. */
 static void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
     s->vec = AMPI_PICK(ampi_pointwise_kernels, path);
     s->path = path;
@@ -10228,7 +10228,8 @@ static void ampi_sum_widen(ampi_long_sum *s) {
     s->waiting = 0;
 }
 
-/* Adds `count` rows, ld elements apart. */
+/* Adds `count` rows that are ld elements apart.  The sum keeps pointers to them, so they must not change before
+   ampi_sum_end. */
 static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, int64_t count) {
     const char *row = (const char *)rows;
     int64_t step = ld * (int64_t)amp_dtype_size(s->dtype), i, m;
@@ -10243,7 +10244,7 @@ static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, 
     }
 }
 
-/* to = the sum, or with `add` += */
+/* Ends a sum.  Sets `to` to the sum or, with `add`, adds the sum to it. */
 static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
     float old[AMPI_SUM_COLS];
     if (s->wide) {
@@ -10288,17 +10289,18 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
 }
 
 /* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile that the mask hides from
-   the whole strip is skipped, others are computed from the first to the last key that some query sees.  Operands and
-   probabilities are rounded to the compute dtype; products and sums are fp32.  Sums over keys (o, dq) and over queries
-   (dk, dv) run in order, 1024 terms at a time and then over these partial sums, so that the error hardly grows. */
+   the whole strip is skipped.  Other tiles are computed from the first to the last key that some query may see.
+   Operands and probabilities are rounded to the compute dtype.  Products and sums are fp32.  Sums over keys (o, dq) and
+   over queries (dk, dv) are formed in order.  Each 1024 terms form a partial sum, and the partial sums are then added.
+   So the error hardly grows with the number of terms. */
 enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
 
-/* What the queries of a strip see.  Lanes without a query repeat the last one. */
+/* The keys that the queries of a strip see.  Lanes without a query repeat the last query. */
 typedef struct ampi_strip_mask {
-    ampi_span span[AMPI_STRIP], least, most;    /* least, most: the bounds over all lanes, by field */
+    ampi_span span[AMPI_STRIP], least, most;    /* least, most: of each field over all lanes */
     int32_t document[AMPI_STRIP], least_document, most_document;
     const int32_t *documents;                   /* of the keys; NULL: one document */
-    const uint8_t *allowed;                     /* of the first query; NULL: all allowed */
+    const uint8_t *allowed;                     /* row of the first query; NULL: all keys are allowed */
     int64_t keys, n;
 } ampi_strip_mask;
 
@@ -10329,7 +10331,8 @@ static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_k_attention *x, i
     }
 }
 
-/* Narrows the keys [*begin, *end) to those that some query of the strip may see; 0: none. */
+/* Narrows the keys [*begin, *end) to a range that contains all keys that some query of the strip may see.  Returns 0 if
+   there are none. */
 static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
     int64_t from = *begin, to = *end, j;
     *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
@@ -10346,8 +10349,8 @@ static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *e
     return 1;
 }
 
-/* The strip's mask of the keys [begin, end).  0: every query sees all of them.  scratch: the transposed part of an
-   arbitrary mask. */
+/* Sets *m to the strip's mask of the keys [begin, end).  Returns 0, and leaves *m unfinished, if every query sees all
+   of them.  scratch receives the transposed part of an arbitrary mask. */
 static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
                                 int32_t *scratch) {
     int64_t rows = end - begin, i, j;
@@ -10371,51 +10374,53 @@ static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t
     return 1;
 }
 
-/* One attention call.  A row of `wide` floats is a row of dim values padded with zeros. */
+/* One attention call.  A row of `wide` floats consists of dim values and zeros. */
 typedef struct ampi_attention_call {
     const amp_k_attention *x;
     const ampi_attention_vec *vec;
     const ampi_pointwise_vec *rows;
     amp_cpu_path path;
-    int64_t wide, tiles;            /* tiles of AMPI_STRIPS strips per head */
+    int64_t wide, tiles;            /* tiles: of AMPI_STRIPS strips, in each head */
     float *scratch; int64_t scratch_size; /* floats per thread */
 } ampi_attention_call;
 
-/* Rows of values of the compute dtype, stored as fp32, ld floats apart. */
+/* Rows of values that are rounded to the compute dtype and stored as fp32.  The rows are ld floats apart. */
 typedef struct ampi_rows32 { const float *data; int64_t ld; } ampi_rows32;
 
 typedef struct ampi_strip {
     ampi_strip_mask mask;
-    int64_t query;                  /* its first */
+    int64_t query;                  /* the first query */
     float max[AMPI_STRIP], sum[AMPI_STRIP], lse[AMPI_STRIP], delta[AMPI_STRIP];
-    ampi_rows32 q, d_o;             /* backward: d_o */
+    ampi_rows32 q, d_o;             /* d_o: only in backward */
     float *q_copy, *q_t, *d_o_copy, *d_o_t;       /* [AMPI_STRIP, wide] and transposed */
     float *result_t;                /* o or dq, transposed */
-    int32_t tiles, folded;          /* tiles of keys in result_t; 1: earlier ones are in total_t, total, max_then */
+    int32_t tiles, folded;          /* tiles of keys in result_t; 1: earlier tiles are in total_t, total, max_then */
     float *total_t, total[AMPI_STRIP], max_then[AMPI_STRIP];
 } ampi_strip;
 
 typedef struct ampi_attention_scratch {
     const ampi_attention_call *call;
-    int64_t b, h;                   /* the head being worked on */
+    int64_t b, h;                   /* the current head */
     ampi_strip strips[AMPI_STRIPS];
     int64_t n_strips;
     float *scores, *slopes;         /* [AMPI_KEY_TILE, AMPI_STRIP] */
     float *k, *v;                   /* [AMPI_KEY_TILE, wide] */
     float *result;                  /* [AMPI_STRIP, wide] */
     float *dk, *dv;                 /* backward: [keys, wide] */
-    float *dk_total, *dv_total;     /* of earlier queries */
+    float *dk_total, *dv_total;     /* backward: the sums over earlier queries */
     int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
-    int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
+    int32_t careful;                /* 1: hidden keys or queries may be infinite or NaN; a weight of 0 must give 0 */
 } ampi_attention_scratch;
 
+/* Returns n floats at base + *in_use, and counts them in *in_use.  Returns NULL if base is NULL. */
 static float *ampi_take(float *base, int64_t *in_use, int64_t n) {
     float *p = base ? base + *in_use : NULL;
     *in_use += n;
     return p;
 }
 
-/* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
+/* Places a thread's arrays at base, and returns the number of floats that they take.  If base is NULL, it only counts
+   them. */
 static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call,
                                     int backward) {
     int64_t wide = call->wide, keys = call->x->keys, in_use = 0, strip = AMPI_STRIP * wide,
@@ -10443,17 +10448,18 @@ static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base
     return in_use;
 }
 
-/* Whether `compute` holds every value of `storage`. */
+/* Whether `compute` represents every value of `storage`. */
 static int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
     return compute == AMP_F32 || compute == storage || (compute == AMP_TF32 && storage != AMP_F32);
 }
 
-/* Row i of the head in a tensor. */
+/* The offset of row i of the current head in a tensor, in elements. */
 static int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const int64_t stride[3], int64_t i) {
     return scratch->b * stride[0] + i * stride[1] + scratch->h * stride[2];
 }
 
-/* Loads n rows of dim values, `stride` elements apart, into scratch[n][wide], rounded to the compute dtype. */
+/* Loads n rows of dim values, which are `stride` elements apart, into scratch[n][wide].  The values are rounded to the
+   compute dtype. */
 static void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
                                 float *scratch) {
     const amp_k_attention *x = call->x;
@@ -10468,8 +10474,8 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
     }
 }
 
-/* Rows [begin, begin + n) of the head, in place if fp32 without rounding, else in `copy`.  A strip is padded with zeros
-   to AMPI_STRIP rows of `wide`. */
+/* Returns rows [begin, begin + n) of the current head.  They are in place if they are fp32 and need neither rounding
+   nor padding, otherwise in `copy`.  A strip is padded with zeros to AMPI_STRIP rows of `wide`. */
 static ampi_rows32 ampi_attention_rows(const ampi_attention_scratch *scratch, const void *data,
                                        const int64_t stride[3], int64_t begin, int64_t n, int strip, float *copy) {
     const ampi_attention_call *call = scratch->call;
@@ -10488,7 +10494,7 @@ static ampi_rows32 ampi_attention_rows(const ampi_attention_scratch *scratch, co
     return rows;
 }
 
-/* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether one held a NaN. */
+/* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether `rows` contained a NaN. */
 static int ampi_attention_store(const ampi_attention_scratch *scratch, void *data, const int64_t stride[3],
                                 int64_t begin, int64_t n, float *rows, float factor) {
     const ampi_attention_call *call = scratch->call;
@@ -10504,7 +10510,8 @@ static int ampi_attention_store(const ampi_attention_scratch *scratch, void *dat
     return nan;
 }
 
-/* delta[i] = sum over d of do[i][d] o[i][d], which equals the sum over keys of p dp. */
+/* Sets delta[i] to the sum over d of do[i][d] o[i][d], which equals the sum over keys of p dp.  Also loads the lse of
+   forward. */
 static void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                  ampi_strip *s) {
     const amp_k_attention *x = call->x;
@@ -10519,7 +10526,7 @@ static void ampi_attention_delta(const ampi_attention_call *call, const ampi_att
     }
 }
 
-/* Prepares the strips of tile t of the head. */
+/* Prepares the strips of tile t of the current head. */
 static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t,
                                 int backward) {
     const amp_k_attention *x = call->x;
@@ -10546,7 +10553,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
     }
 }
 
-/* tile = scale times n rows times a transposed strip. */
+/* Sets `tile` to scale times n rows times a transposed strip. */
 static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 rows, int64_t n,
                                   const float *strip_t, float scale, float *tile) {
     ampi_product p = {n, AMPI_STRIP, call->x->dim, rows.data, rows.ld, 1, strip_t, AMPI_STRIP, tile, AMPI_STRIP,
@@ -10554,13 +10561,14 @@ static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 r
     (call->vec->product)(&p);
 }
 
+/* Adds a product with probabilities or their gradients.  If scratch->careful is 1, a weight of 0 gives 0. */
 static void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                const ampi_product *p, int32_t a_is_weight) {
     if (scratch->careful) (call->vec->product_weighted)(p, a_is_weight);
     else (call->vec->product)(p);
 }
 
-/* One strip and n keys from `begin` on: o = o rescale + v^T p. */
+/* Forward of one strip and n keys from `begin` on: o = o rescale + v^T p. */
 static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch, ampi_strip *s,
                                         int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
     const amp_k_attention *x = call->x;
@@ -10575,7 +10583,7 @@ static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_at
     ampi_attention_add(call, scratch, &p, 0);
 }
 
-/* One strip and n keys from `begin` on, with s the scaled scores:
+/* Backward of one strip and n keys from `begin` on.  With s the scaled scores, it computes:
    p = exp(s - lse), dp = do v^T, ds = p (dp - delta), dv += p^T do, dk += ds^T q, dq += ds k. */
 static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch,
                                          ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
@@ -10606,7 +10614,8 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
     ampi_attention_add(call, scratch, &to_dq, 0);
 }
 
-/* Adds a strip's result and, forward, its sums of weights relative to `max`, to those of earlier keys. */
+/* Adds a strip's result to that of earlier keys.  In forward, the result and the sums of weights are relative to `max`.
+   So those of earlier keys are first rescaled from max_then to `max`, and the sums are added too. */
 static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
     int64_t n = AMPI_STRIP * call->wide;
     float factor[AMPI_STRIP];
@@ -10617,7 +10626,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
         memset(s->total_t, 0, (size_t)n * sizeof(float));
         memset(s->total, 0, sizeof s->total);
     } else if (!backward) {
-        for (i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
+        for (i = 0; i < AMPI_STRIP; i++)            /* -inf: the query has seen no key, and its sums are 0 */
             factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
         (void)(call->rows->exp_sum)(factor, 0.0f, factor, AMPI_STRIP);
         (call->vec->product)(&rescale);
@@ -10632,7 +10641,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
     s->tiles = 0;
 }
 
-/* All strips in `scratch` with all keys that they see. */
+/* Computes all strips in `scratch` with all keys that they see. */
 static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     int64_t i, j;
@@ -10664,7 +10673,7 @@ static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention
     }
 }
 
-/* Tile t of the head, forward.  Returns whether o has a NaN. */
+/* Forward of tile t of the current head.  Returns whether o contains a NaN. */
 static int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, i;
@@ -10685,7 +10694,8 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
     return nan;
 }
 
-/* After t tiles: moves part into total; after the last, adds total, if used, to part. */
+/* Called for dk and dv after t tiles, where t is a multiple of AMPI_FOLD_TILES or the last.  Moves `part` into `total`.
+   After the last tile it adds `total` to `part` instead, if `total` has been used. */
 static void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
     int64_t n = call->x->keys * call->wide;
     int last = t == call->tiles;
@@ -10695,7 +10705,7 @@ static void ampi_attention_total(const ampi_attention_call *call, float *part, f
     if (!last) memset(part, 0, (size_t)n * sizeof *part);
 }
 
-/* The head, backward.  Returns whether a gradient has a NaN. */
+/* Backward of the current head.  Returns whether a gradient contains a NaN. */
 static int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, t, i;
@@ -10719,8 +10729,8 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
     return nan;
 }
 
-/* In the fast products a hidden key that holds an infinity or NaN makes 0 * inf = NaN.  If a masked call yields a NaN,
-   it is done again with products in which a weight of 0 gives 0. */
+/* A hidden key has weight 0.  If it contains an infinity or NaN, the fast products yield 0 * inf = NaN.  So if there is
+   a mask and the result contains a NaN, it is computed again with products in which a weight of 0 gives 0. */
 static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
@@ -10729,7 +10739,7 @@ static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, i
     ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 0);
     for (item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
-        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles: their cost differs */
+        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles, whose costs differ */
         scratch.b = head / x->heads;
         scratch.h = head % x->heads;
         scratch.careful = 0;
@@ -10810,7 +10820,7 @@ static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int6
     }
 }
 
-/* y[0, n) = softmax of itself. */
+/* Replaces y[0, n) by its softmax.  A row of -inf alone becomes 0. */
 static void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
     float max = (vec->row_max)(y, n);
@@ -10890,11 +10900,11 @@ static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args
 #endif /* AMP_NO_OPERATORS */
 
 /* ---- The bandwidth-bound operators on the CPU.  Each loops over rows or tiles, widens its inputs to fp32, calls a
-   vector kernel, and rounds its outputs once.  Sums over rows go by blocks whose size depends on the shape alone, added
-   in order: the same bits for any number of threads. */
+   vector kernel, and rounds its outputs once.  Sums over rows are formed in blocks, whose size depends on the shape
+   alone, and the blocks are added in order.  So the bits are the same for any number of threads. */
 
 enum {
-    AMPI_TILE = 512,                /* elements of an operand that an elementwise kernel holds on the stack */
+    AMPI_TILE = 512,                /* elements of an operand that an elementwise kernel keeps on the stack */
     AMPI_PIECE = 16384,             /* elements that justify a thread */
     AMPI_SUM_BLOCK = 32768          /* elements of one partial loss sum */
 };
@@ -10927,7 +10937,7 @@ static void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, 
                   ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
 }
 
-/* Where tile i starts; returns its number of elements. */
+/* Sets *row and *col to where tile i begins.  Returns its number of elements. */
 static int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
     *row = i / job->tiles_per_row;
     *col = i % job->tiles_per_row * AMPI_TILE;
@@ -10938,13 +10948,13 @@ static void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
     return ampi_at_mut(m->data, m->dtype, row * m->ld + col);
 }
 
-/* Whether the rows follow each other without gaps: the matrix is then one long row. */
+/* Whether the rows follow each other without gaps.  The matrix can then be treated as one long row. */
 static int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
 
-/* Columns of a row buffer: a multiple of 64 bytes. */
+/* The number of floats of a row buffer, which is a multiple of 64 bytes. */
 static int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
 
-/* 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0. */
+/* Returns 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0 if there is none. */
 static int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
     int64_t i;
     for (i = 0; i < n; i++)
@@ -10970,7 +10980,7 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     how.offset += (uint64_t)begin;
     if (job->new_inf == NULL)
         ampi_convert(to, a->dst_dtype, from, a->src_dtype, end - begin, &how, job->cpu->path);
-    else        /* a thread may have several pieces */
+    else        /* += because a thread may be given several pieces */
         job->new_inf[thread] += ampi_convert_counted(to, a->dst_dtype, from, a->src_dtype, end - begin, &how,
                                                      job->cpu->path);
 }
@@ -10999,7 +11009,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
-/* x + bias[col...] in `scratch`; without a bias, x. */
+/* Computes x plus the bias from column `col` on in `scratch`.  Without a bias it returns x. */
 static const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
                                     float *scratch, amp_cpu_path path) {
     float bias_scratch[AMPI_TILE];
@@ -11028,7 +11038,7 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
     }
 }
 
-/* With a bias by rows, else as one long row. */
+/* Runs an activation row by row if it has a bias, otherwise on all elements as one long row. */
 static void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
     int64_t cols = a->bias != NULL ? a->cols : a->n;
     ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
@@ -11041,7 +11051,8 @@ static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, v
     return AMP_OK;
 }
 
-/* tanh takes its slope from y if given: no exponential, and x may have been overwritten. */
+/* If y is given, the slope of tanh is computed from y instead of x.  This needs no exponential, and x may have been
+   overwritten. */
 static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
@@ -11193,7 +11204,7 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
     return AMP_OK;
 }
 
-/* n elements `stride` apart as fp32. */
+/* Returns n elements, which are `stride` apart, as contiguous fp32. */
 static const float *ampi_spread_in(const void *from, amp_dtype dtype, int64_t stride, int64_t n, float *scratch,
                                    amp_cpu_path path) {
     char raw[AMPI_TILE * sizeof(float)];
@@ -11243,7 +11254,8 @@ static amp_result ampi_cpu_add_views(void *dev, const amp_k_add_views *args, voi
 
 /* ---- LayerNorm and RMSNorm */
 
-/* rows summed into dweight and dbias as one chain in fp32; chains summed in fp32 */
+/* Terms of dweight and dbias are added in fp32 over AMPI_NORM_ROWS rows, which form a chain.  AMPI_NORM_RUNS chains are
+   then added in fp32, and longer sums in fp64. */
 enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };
 
 typedef struct ampi_norm_job {
@@ -11252,7 +11264,7 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    /* row buffers per thread: 3, and for long partial sums 2 per chain, 2 for their sum and 2 in fp64 */
+    /* row buffers per thread: 3, and for long partial sums also 2 per chain, 2 for their sum, and 2 in fp64 */
     int64_t thread_scratch;
     float *scratch;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
@@ -11286,7 +11298,7 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     return AMP_OK;
 }
 
-/* The mean of a row, and of its squared distances from `centre`. */
+/* The mean of a row, and below the mean of its squared distances from `centre`. */
 static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n) {
     double sum = 0.0;
     int64_t i;
@@ -11302,7 +11314,8 @@ static double ampi_row_variance(const ampi_norm_job *job, const float *x, float 
     return sum / (double)n;
 }
 
-/* The row to normalize: the sum as stored, because backward reads it. */
+/* Returns the row to normalize.  With a residual this is the sum.  If the sum is stored, its rounded values are
+   normalized, because backward reads them. */
 static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *scratch) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
@@ -11349,8 +11362,8 @@ static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream)
     return AMP_OK;
 }
 
-/* With g = dy weight, h = (x - mean) rstd and means over the row:
-   dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy. */
+/* Backward of one row.  With g = dy weight, h = (x - mean) rstd and mean() over the row:
+   dx = rstd (g - mean(g) - h mean(g h)), without the term mean(g) in RMSNorm; dweight += dy h; dbias += dy. */
 static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *scratch, float *dweight,
                                    float *dbias) {
     const amp_k_norm *a = job->args;
@@ -11378,7 +11391,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     if (a->dx_low.data) ampi_convert_fast(ampi_mat_at(&a->dx_low, row, 0), a->dx_low.dtype, dx, AMP_F32, n, path);
 }
 
-/* sums[2, stride] = dweight and dbias of rows [begin, end) */
+/* Sets sums[2, stride] to dweight and dbias of rows [begin, end). */
 static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *scratch, float *sums) {
     const amp_k_norm *a = job->args;
     int64_t row;
@@ -11424,7 +11437,7 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
     }
 }
 
-/* Sums the partials into columns [begin, end) of the gradient. */
+/* Adds up the partial sums of columns [begin, end) into the gradient. */
 static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin,
                              int64_t end) {
     ampi_long_sum sum;
@@ -11467,11 +11480,12 @@ typedef struct ampi_cross_entropy_job {
     double scale;                   /* of the gradient: factor * grad_scale / rows counted */
 } ampi_cross_entropy_job;
 
-/* What the first pass over a row finds. */
+/* The results of the first pass over a row: the largest logit, the logit of the label and, with smoothing, the sum of
+   the logits. */
 typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
 
-/* n logits of a row from i on, in fp32.  Both passes widen them, into a chunk that stays in the first cache: a widened
-   row would go through the second. */
+/* Returns n logits of a row from i on in fp32.  Both passes widen them again, into a chunk that stays in the
+   first-level cache.  A whole widened row would need the second-level cache. */
 static const float *ampi_logits_in(const ampi_cross_entropy_job *job, int64_t row, int64_t i, int64_t n, float *chunk) {
     const amp_mat *x = &job->args->logits;
     return ampi_row_in(ampi_mat_at(x, row, i), x->dtype, n, chunk, job->cpu->path);
@@ -11493,7 +11507,7 @@ static ampi_logit_row ampi_logits_scan(const ampi_cross_entropy_job *job, int64_
     return found;
 }
 
-/* The sum of e = exp(x - max) over a row; e may be NULL, or the row. */
+/* Returns the sum of e = exp(x - max) over a row.  e may be NULL, or the buffer of the row itself. */
 static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, float max, float *e) {
     int64_t classes = job->args->classes, i;
     float chunk[AMPI_ROW_CHUNK];
@@ -11505,7 +11519,7 @@ static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, fl
     return sum;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), less scale (1 - smoothing) in the label's column. */
+/* dlogits = scale (e / sum - smoothing / classes), minus scale (1 - smoothing) in the label's column. */
 static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
     const amp_k_cross_entropy *a = job->args;
     int64_t at = a->labels[a->first + row];
@@ -11527,8 +11541,8 @@ static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int
     if (begin < end) memset(ampi_mat_at(d, row, begin), 0, (size_t)(end - begin) * amp_dtype_size(d->dtype));
 }
 
-/* The loss of a row, and its gradient if wanted.  In a row with NaN or +inf, or of -inf alone, some x - max is NaN, and
-   so are loss and gradient, as in PyTorch. */
+/* Returns the loss of a row, and computes its gradient if dlogits is given.  If a row contains a NaN or +inf, or -inf
+   alone, some x - max is NaN.  Loss and gradient are then NaN, as in PyTorch. */
 static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *scratch) {
     const amp_k_cross_entropy *a = job->args;
     ampi_logit_row found = ampi_logits_scan(job, row);
@@ -11686,7 +11700,8 @@ typedef struct ampi_embedding_job {
     const int64_t *order;
 } ampi_embedding_job;
 
-/* order = 0 to n - 1 sorted by id, stably: a counting sort with starts[vocab + 1]. */
+/* Sets `order` to the indices 0 to n - 1, sorted by id.  Equal ids stay in order.  This is a counting sort with
+   starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
     int64_t i, v;
     memset(starts, 0, (size_t)(vocab + 1) * sizeof *starts);
@@ -11695,7 +11710,7 @@ static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, in
     for (i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
-/* 1: all zeros, of either sign. */
+/* Whether all elements are 0 or -0. */
 static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -11708,9 +11723,10 @@ static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     return 1;
 }
 
-/* Columns [begin, end) of the gradient of every table row that occurs: sums its occurrences in order.  Rows of zeros,
-   the gradient of padding, are left out, so that they do not shift the others into other groups of the sum.  Threads
-   divide the columns, because a few ids make up most of a text. */
+/* Computes columns [begin, end) of the gradient of each table row whose id occurs, as the sum over its occurrences in
+   order.  Rows of zeros, which are the gradient of padding, are left out.  Otherwise they would shift the other rows
+   into other groups of the sum.  The threads divide the columns and not the ids, because a few ids make up most of a
+   text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
@@ -11785,18 +11801,21 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
     return AMP_OK;
 }
 
-/* ---- RoPE.  Positions are shared by the threads, each once for the whole batch, so that its angles are found once. */
+/* ---- RoPE.  The threads divide the pairs of position and batch row, in the order of positions.  So the angles of a
+   position are computed once for consecutive batch rows, if these have the same position. */
 
 typedef struct ampi_rope_job {
     ampi_cpu *cpu;
     const ampi_pointwise_vec *vec;
     const amp_k_rope *args;
-    double *quarters;               /* [rotary / 2]: turned from one position to the next, in quarter turns */
-    float *scratch;                 /* per thread: cosines, sines, and heads that are not fp32 */
+    double *quarters;               /* [rotary / 2]: the angle from one position to the next, in quarter turns */
+    float *scratch;                 /* per thread: cosines, sines, and widened heads if they are not fp32 */
     int64_t stride;
 } ampi_rope_job;
 
-/* Halves have an angle per pair; adjacent ones two neighbours in each row, sines with the sign they are added with. */
+/* Fills in the cosines and sines of a position.  If pairs consist of an element of each half, each pair has one cosine
+   and one sine.  If pairs are adjacent, each element has a cosine and a sine, and the sine has the sign with which it
+   is added. */
 static void ampi_rope_row(const ampi_rope_job *job, int64_t position, float *cosine, float *sine) {
     const amp_k_rope *a = job->args;
     float sign = a->backward ? -1.0f : 1.0f, c, s;
@@ -11810,7 +11829,8 @@ static void ampi_rope_row(const ampi_rope_job *job, int64_t position, float *cos
     }
 }
 
-/* All heads of one tensor at one position.  16-bit heads side by side are widened several at a time. */
+/* Rotates all heads of one tensor at one position.  16-bit heads without gaps between them are widened several at a
+   time. */
 static void ampi_rope_heads(const ampi_rope_job *job, int which, int64_t b, int64_t p, float *cosine) {
     const amp_k_rope *a = job->args;
     const int64_t *stride = a->stride[which];
@@ -11868,18 +11888,19 @@ static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream)
 }
 #endif /* AMP_NO_OPERATORS */
 
-/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which threads share.  Sums are
-   per chunk, and the chunks are added in order: the same bits for any number of threads. */
+/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which the threads divide among
+   them.  Each chunk has a partial sum, and the partial sums are added in order.  So the bits are the same for any
+   number of threads. */
 
 #define AMPI_MULTI_CHUNK 16384      /* elements */
 #define AMPI_MULTI_BLOCK AMPI_MOMENT_BLOCK  /* elements widened at a time */
 
 typedef struct ampi_multi_job ampi_multi_job;
-/* Elements [first, first + n) of a row; chunk: counted over the table. */
+/* Does elements [first, first + n) of a row.  `chunk` is the number of this chunk in the whole table. */
 typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                                  int64_t chunk);
 
-typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* bad_row -1: none */
+typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* of a chunk; bad_row -1: none */
 
 struct ampi_multi_job {
     const amp_k_tensor *table;
@@ -11890,11 +11911,11 @@ struct ampi_multi_job {
     const void *args;
     const float *factor;            /* NULL: do not multiply */
     ampi_partial *partials;
-    const ampi_fit *fit;            /* of fp32 and fp64 */
+    const ampi_fit *fit;            /* [2]: of fp32 and fp64 */
     amp_k_inspected *inspected;     /* of each chunk */
     const amp_range *copies;        /* as in amp_k_adamw */
     int64_t *new_inf;
-    const ampi_moment_map *moments;  /* of v, of m; if there are any in 8 bits */
+    const ampi_moment_map *moments;  /* [2]: of v, of m; used for 8-bit moments only */
 };
 
 static int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -11947,7 +11968,7 @@ static double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t
     return sum;
 }
 
-/* 16-bit gradients are widened, multiplied in fp32 and rounded once. */
+/* 16-bit gradients are widened, multiplied in fp32, and rounded once. */
 static double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
     float scratch[AMPI_MULTI_BLOCK];
     double sum = 0;
@@ -11985,7 +12006,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     memset(&job, 0, sizeof job);
     if (args->multiply != NULL) {
         factor = *args->multiply;
-        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* 1 changes no bit */
+        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* a factor of 1 changes no bit */
     }
     job.partials = (ampi_partial *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_scaler_check", bytes);
@@ -12088,8 +12109,8 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
     return AMP_OK;
 }
 
-/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, the weight joined with its remainder, or a
-   16-bit weight widened.  Arrays that are not fp32 are updated in scratch. */
+/* ---- Optimizers.  The fp32 weight that a row's update works on is its master, the weight itself, the weight joined
+   with its remainder, or a widened 16-bit weight.  Arrays that are not fp32 are updated in scratch memory. */
 
 static int ampi_has_remainder(const amp_k_tensor *row) {
     return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
@@ -12106,7 +12127,7 @@ typedef struct ampi_update {
 static int ampi_moments_are_f32(const amp_k_tensor *row) {
     return row->moment_dtype != AMP_BF16 && row->moment_dtype != AMP_MOMENTS_8BIT;
 }
-/* How many elements to update at a time. */
+/* The number of elements that are updated at a time. */
 static int64_t ampi_update_block(const amp_k_tensor *row) {
     return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && ampi_moments_are_f32(row)
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
@@ -12164,7 +12185,7 @@ static void ampi_update_out(const ampi_multi_job *job, const ampi_update *x, con
     if (x->v != NULL) ampi_moment_out(row, row->v, &job->moments[0], first, n, x->v);
 }
 
-/* Writes elements of a row's copy. */
+/* Writes elements of a row's copy, if it has one, and counts those that rounding made infinite. */
 static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first,
                           int64_t n) {
     int64_t found = 0;
@@ -12187,7 +12208,7 @@ static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row
     }
 }
 
-/* The tables of 8-bit moments, made when a row first needs them. */
+/* Returns the tables of 8-bit moments.  They are made when a row first needs them, and do not change afterwards. */
 static const ampi_moment_map *ampi_moments(ampi_cpu *cpu, const amp_k_tensor *table, int64_t tensors) {
     int64_t i;
     for (i = 0; i < tensors && table[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
@@ -12215,7 +12236,7 @@ static amp_result ampi_update_rows(void *dev, ampi_multi_job job, const amp_k_te
     return AMP_OK;
 }
 
-/* Counts the rows that are updated. */
+/* Counts the update in the step counters of the rows that are updated. */
 static void ampi_count_rows(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, double beta1,
                             double beta2) {
     ampi_fp host = ampi_fp_begin();
@@ -12278,7 +12299,8 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
     return AMP_OK;
 }
 
-/* ---- The CPU backend's runtime: host memory; streams and events are always done */
+/* ---- The runtime of the CPU backend.  Its memory is ordinary memory.  Calls return when their work is done.
+   So every event is done once it is recorded, and synchronizing a stream does nothing. */
 
 static int64_t ampi_cpu_time(void) {
     struct timespec t;
@@ -12358,7 +12380,8 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
-/* Utilization: the process's CPU time over the time available to `threads` threads, since the last call or opening. */
+/* Utilization is the CPU time of the process, divided by the time available to `threads` threads.  Both are measured
+   since the last call, or since the backend was opened. */
 static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
@@ -12377,7 +12400,7 @@ static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = d
 static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
 
-/* An event is the time it was recorded at. */
+/* An event contains the time at which it was recorded. */
 static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) {
     (void)timed;
     return ampi_cpu_alloc(dev, event, sizeof(int64_t));
