@@ -101,9 +101,9 @@
 #  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
 #endif
 
-/* Loops that are unrolled, and loops that must not be.
-   Shared memory of fixed size (an array of `count`), and the launch's dynamic shared memory as aligned bytes.  Under
-   g++ both come from the model that runs kernels on the CPU. */
+/* AMPC_UNROLL unrolls the loop after it, and AMPC_NO_UNROLL keeps the compiler from unrolling it. AMPC_SHARED is an
+   array of `count` elements in shared memory.  AMPC_DYNAMIC is the launch's dynamic shared memory, as aligned bytes.
+   Under g++ both come from the model that runs kernels on the CPU. */
 #if defined(__CUDACC__)
 #  define AMPC_UNROLL _Pragma("unroll")
 #  define AMPC_NO_UNROLL _Pragma("unroll 1")
@@ -132,31 +132,32 @@ struct ampc_plan;
 /* cuBLASLt and its plans for products. */
 struct ampc_blas {
     cublasLtHandle_t handle;
-    int owned;                      /* 0: the host's own */
+    int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
-    pthread_mutex_t lock;           /* for everything below and the algorithms in plans */
+    pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
-    int found;                      /* 1: there are tuned plans that plans_load did not load */
+    int found;                      /* 1 if there are tuned plans that plans_load did not load */
 };
 
-/* NVML, the driver's library of sensors, and its handle of this GPU.  Declares what is used, so that building
-   needs no nvml.h; results other than 0 are failures. */
-/* percent of the time since the sample before */
+/* NVML is the driver's library of sensors, and `device` is its handle of this GPU. The functions that are used are
+   declared here, so that building needs no nvml.h. Results other than 0 are failures. */
+/* In percent of the time since the previous sample. */
 struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
 struct ampc_nvml {
-    int looked_for;                 /* 1: what is still NULL does not exist */
+    int looked_for;                 /* 1 once it was searched for; what is NULL then does not exist */
     void *library, *device;
     int (*shutdown)(void);
     int (*utilization)(void *device, ampc_nvml_utilization *out);
-    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* newer drivers' */
+    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* of newer drivers */
     int (*temperature_before)(void *device, int sensor, unsigned *celsius);
     int (*power)(void *device, unsigned *milliwatts);
 };
 
-/* NCCL.  Declares what is used, so that building needs no nccl.h: enums are ints there, and communicators pointers. */
-enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14: calls that do not wait for other ranks */
+/* NCCL.  Declares only what is used, so that building needs no nccl.h. Enumerations are declared as int, and
+   communicators as pointers. */
+enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14, the first with calls that do not wait for other ranks */
 enum { AMPC_NCCL_SUCCESS = 0, AMPC_NCCL_IN_PROGRESS = 7, AMPC_NCCL_SUM = 0 };
 enum { AMPC_NCCL_U8 = 1, AMPC_NCCL_F16 = 6, AMPC_NCCL_F32 = 7, AMPC_NCCL_F64 = 8, AMPC_NCCL_BF16 = 9 };
 const unsigned AMPC_NCCL_MAGIC = 0xcafebeefu;
@@ -183,7 +184,7 @@ struct ampc_nccl {
     int (*receive)(void *out, size_t count, int dtype, int peer, void *comm, cudaStream_t stream);
 };
 
-/* One call of the reducer.  count: numbers of a part; bytes are numbers of AMP_U8. */
+/* One call of the reducer. `count` is how many numbers one part has. Bytes are passed as numbers of AMP_U8. */
 enum ampc_verb { AMPC_REDUCES, AMPC_SCATTERS, AMPC_GATHERS, AMPC_EXCHANGES, AMPC_BROADCASTS };
 struct ampc_collective {
     ampc_verb verb;
@@ -191,43 +192,43 @@ struct ampc_collective {
     int64_t count;
     amp_dtype dtype; amp_reduce_op op;
     int32_t root;
-    void *all;                      /* of a maximum: every rank's numbers */
+    void *all;                      /* for a maximum: every rank's numbers; NULL for other calls */
 };
 
-/* This context as a rank among others; comm NULL: it is none. */
+/* This context as a rank among others. If comm is NULL, it is not a rank. */
 enum { AMPC_GROUP = 64, AMPC_WATCHED = 64, AMPC_LOOK_MS = 20 };
 struct ampc_ranks {
     ampc_nccl nccl;
     void *comm;
     int32_t rank, world;
     int64_t limit;                  /* how long a rank waits for the others, in ns */
-    ampc_collective group[AMPC_GROUP];      /* not yet begun */
-    int32_t grouped, in_group;      /* how many; 1: between group_begin and group_end */
-    cudaStream_t stream;            /* of the group */
+    ampc_collective group[AMPC_GROUP];      /* calls that are not yet begun */
+    int32_t grouped, in_group;      /* calls in group; 1 between group_begin and group_end */
+    cudaStream_t stream;            /* the group's stream */
     pthread_t watcher;
-    int watching, stop;             /* stop: atomic */
-    cudaEvent_t events[AMPC_WATCHED];       /* a ring: the end of what is under way */
-    pthread_mutex_t lock;           /* for the rest */
-    int first, watched;             /* of the ring: the oldest place that is taken, and how many are */
-    int8_t noted[AMPC_WATCHED];     /* of each: 0 while its event is not recorded, -1 if it never will be */
-    int64_t since;                  /* when the ring's first one had nothing before it that was not done */
-    int users;                      /* calls of NCCL under way */
-    int broken;                     /* 1: every call fails, because of `why`; atomic */
+    int watching, stop;             /* stop is atomic */
+    cudaEvent_t events[AMPC_WATCHED];       /* a ring of events, each recorded behind work under way */
+    pthread_mutex_t lock;           /* guards everything below */
+    int first, watched;             /* the ring's oldest taken place, and how many are taken */
+    int8_t noted[AMPC_WATCHED];     /* per place: 0 until its event is recorded, then 1; -1 if recording failed */
+    int64_t since;                  /* when the ring's oldest event became the oldest, in ns */
+    int users;                      /* calls of NCCL that are under way */
+    int broken;                     /* 1 if every call fails, with `why` as the text; atomic */
     char why[384];
 };
 
-/* The GPU's and this build's features, filled at open; only they decide which kernels run. */
+/* The features of the GPU and of this build. They are filled at open, and only they decide which kernels run. */
 struct ampc_features {
-    int cc, image;                  /* compute capability of the GPU, and of the code that runs; 10 major + minor */
+    int cc, image;                  /* compute capability of the GPU and of the code that runs, as 10 major + minor */
     int multiprocessors;
     size_t shared_limit;            /* bytes of shared memory per block */
-    size_t workspace;               /* bytes per product, as cuBLAS itself takes */
-    bool bf16, fp8;                 /* in products; bf16: TF32 too */
-    bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales of blocks; of 32 values */
-    bool tensor_cores;              /* used by kernels of this file, which are empty elsewhere */
+    size_t workspace;               /* bytes per product; cuBLAS itself takes as many */
+    bool bf16, fp8;                 /* usable in products; bf16 stands for TF32 too */
+    bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
+    bool tensor_cores;              /* kernels of this file use them; code for older GPUs has these kernels empty */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
-/* 1: this toolkit's cuBLASLt has scales of blocks. */
+/* 1 if this toolkit's cuBLASLt has scales per block. */
 #if CUBLAS_VERSION >= 120900
 enum { AMPC_BLAS_MODES = 1 };
 #else
@@ -241,19 +242,19 @@ struct ampc_device {
     int index;
     ampc_features has;
     int (*context_state)(int index, unsigned *flags, int *active);      /* cuDevicePrimaryCtxGetState, or NULL */
-    cudaStream_t stream;            /* the context's own */
+    cudaStream_t stream;            /* the context's stream, which the program gave or amp_open made */
     int owns_stream;
     ampc_blas blas;
-    amp_device_memory memory;       /* the host's own allocator, or zeros */
-    cudaError_t sticky;             /* not 0: this process can no longer use the GPU; atomic */
-    pthread_mutex_t lock;           /* for everything below */
+    amp_device_memory memory;       /* the program's allocator, or zeros */
+    cudaError_t sticky;             /* if not 0, this process can no longer use the GPU; atomic */
+    pthread_mutex_t lock;           /* guards everything below but ranks */
     ampc_nvml nvml;
-    ampc_ranks ranks;               /* has a lock of its own */
+    ampc_ranks ranks;               /* has a separate lock */
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to reuse, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
-    ampc_capture *captures;         /* the host's own that use scratch memory */
-    /* bytes: handed out (rounded up), taken from CUDA, most handed out */
+    ampc_capture *captures;         /* captures that the program began and that use scratch memory */
+    /* In bytes: handed out (rounded up), taken from CUDA, the most handed out so far, pinned. */
     int64_t allocated, reserved, peak, pinned;
 };
 
@@ -264,11 +265,11 @@ enum {
     AMPC_LOG_PLANS = 5004,
     AMPC_LOG_CAPTURE = 5005,
     AMPC_LOG_IMAGE = 5006
-}; /* ids */
+}; /* ids of log messages */
 
 /* ==== 1 >>base: errors ==== */
 
-/* Errors after which the process can no longer use the GPU. */
+/* True for errors after which the process can no longer use the GPU. */
 bool ampc_is_sticky(cudaError_t error) {
     switch (error) {
         case cudaErrorIllegalAddress: case cudaErrorLaunchTimeout: case cudaErrorHardwareStackError:
@@ -283,7 +284,7 @@ amp_result ampc_result_of(cudaError_t error) {
     return error == cudaErrorMemoryAllocation ? AMP_ERR_MEMORY : AMP_ERR_DEVICE;
 }
 
-/* The hint for an error when the call has none of its own. */
+/* The hint for an error when the call gives none. */
 const char *ampc_advice(cudaError_t error) {
     switch (error) {
         case cudaErrorMemoryAllocation: return "free memory on the GPU or use a smaller batch";
@@ -299,18 +300,18 @@ const char *ampc_advice(cudaError_t error) {
 
 /* The error that ended the use of the GPU, or cudaSuccess. */
 cudaError_t ampc_loss(const ampc_device *dev) { return __atomic_load_n(&dev->sticky, __ATOMIC_RELAXED); }
-/* Notes it; true for one thread. */
+/* Notes the error if it is the first. Returns true to the one thread that noted it. */
 bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
     cudaError_t none = cudaSuccess;
     return __atomic_compare_exchange_n(&dev->sticky, &none, error, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-/* AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint (NULL: the general one).  A sticky
-   error is reported by name once; afterwards every call fails in ampc_usable. */
+/* Returns AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint. If `hint` is NULL, the hint
+   is that of ampc_advice. A sticky error is logged once. Afterwards every call fails in ampc_usable. */
 amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, const char *hint) {
     char text[512];
     if (error == cudaSuccess) return AMP_OK;
-    (void)cudaGetLastError();       /* hide it from the host's own checks */
+    (void)cudaGetLastError();       /* clear it, so that the program's checks do not see it */
     if (hint == NULL) hint = ampc_advice(error);
     snprintf(text, sizeof text, "amp_cuda: %s on device %d: %s (%s); %s", call, dev->index, cudaGetErrorName(error),
              cudaGetErrorString(error), hint);
@@ -320,7 +321,7 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
     return dev->host.fail(dev->host.user, ampc_result_of(error), text);
 }
 
-/* AMP_OK unless an earlier call met a sticky error, or a reduction over the ranks failed. */
+/* Returns AMP_OK unless an earlier call met a sticky error, or a reduction over the ranks failed. */
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
     if (__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE))
@@ -361,15 +362,15 @@ void ampc_find_context_state(ampc_device *dev) {
     (void)cudaGetLastError();
     dev->context_state = (int (*)(int, unsigned *, int *))function;
 }
-/* Whether the process uses a GPU: where it does not, cudaSetDevice makes a context, from CUDA 12 on. */
+/* Whether the process has a CUDA context on a GPU. If it has none, cudaSetDevice makes one, from CUDA 12 on. */
 bool ampc_has_context(const ampc_device *dev, int index) {
     unsigned flags = 0;
     int active = 0;
     return dev->context_state == NULL || dev->context_state(index, &flags, &active) != 0 || active != 0;
 }
 
-/* Makes a context's GPU current for a scope, then restores the previous one.  ready: AMP_OK, or why the call must
-   fail. */
+/* Makes a context's GPU current for a scope, then restores the previous one. ready returns AMP_OK, or the failure that
+   the call must return. */
 struct ampc_current {
     ampc_device *dev;
     int before;
@@ -395,14 +396,14 @@ struct ampc_current {
 
 /* ==== 1 >>base: launches ==== */
 
-/* NULL: the context's own. */
+/* The stream of a call. NULL means the context's stream. */
 cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
 
 template <class T> struct ampc_identity { typedef T type; };
 
-/* Allows kernels all the dynamic shared memory that their static memory leaves; by default the two share 48 KiB.  The
-   setting is the function's, and other contexts may be about to launch it, so it is the same for all.  ampc_allow_large
-   calls this at open for every kernel that may need so much. */
+/* Allows kernels all the dynamic shared memory that their static memory leaves. By default the two together have 48
+   KiB. The setting belongs to the function, and other contexts may be about to launch it. It is therefore the same for
+   all contexts. ampc_allow_large calls this at open for every kernel that may need so much. */
 template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernels) {
     for (const void *kernel : {(const void *)kernels...}) {
         cudaFuncAttributes own;
@@ -414,8 +415,8 @@ template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernel
     return AMP_OK;
 }
 
-/* Starts a kernel; name: the call it serves.  Arguments are converted to the kernel's parameter types, so that an int
-   is not read as an int64_t.  An empty grid starts nothing. */
+/* Starts a kernel. `name` is the call that it serves. Arguments are converted to the kernel's parameter types, so that
+   an int is not read as an int64_t. An empty grid starts nothing. */
 template <class... P>
 amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...), unsigned grid, unsigned block,
                        size_t shared, void *stream, typename ampc_identity<P>::type... args) {
@@ -430,26 +431,27 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     return ampc_check(dev, error, call, NULL);
 }
 
-/* Multiprocessors do not reach memory equally fast, and in a grid whose blocks all run at once the slowest decides.  So
-   where a block prepares nothing that its loop then saves, there are more blocks with less work: one for each part of
-   it, or this many times those that run at once. */
+/* Multiprocessors do not reach memory equally fast. If all blocks of a grid run at once, the slowest one decides how
+   long the grid takes. A grid therefore has more blocks with less work each, where its blocks prepare nothing that
+   makes a long loop cheaper. It has one block for each part of the work, or AMPC_WAVES times as many blocks as run at
+   once. */
 enum { AMPC_WAVES = 16 };
 
 unsigned ampc_full_grid(int64_t blocks) {
     return (unsigned)(blocks < 0 ? 0 : blocks < INT32_MAX ? blocks : INT32_MAX);
 }
 
-/* Blocks of a persistent grid: enough for the work, at most per_sm per multiprocessor. */
+/* The number of blocks of a persistent grid. They are enough for the work, and at most per_sm per multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
     int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
     return (unsigned)(blocks < 0 ? 0 : blocks < most ? blocks : most);
 }
 
-/* Blocks of `size` that n needs. */
+/* How many blocks of `size` elements n elements need. */
 __host__ __device__ inline int64_t ampc_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/* A kernel's divisor: i / d = 2 i factor / 2^(64 + shift) for 0 <= i < 2^63 (Granlund and Montgomery 1994), as a 64-bit
-   division takes a hundred instructions. */
+/* A divisor for kernels. For 0 <= i < 2^63, i / d = 2 i factor / 2^(64 + shift) (Granlund and Montgomery 1994). A
+   64-bit division would take a hundred instructions. */
 struct ampc_divisor {
     int64_t d;
     uint64_t factor;
@@ -468,8 +470,8 @@ __device__ __forceinline__ int64_t ampc_divide(int64_t i, const ampc_divisor &by
     return q;
 }
 
-/* Device memory for the kernels of one call, in its stream's order; freed when the scope ends.
-   get: AMP_OK and .data (256-byte aligned), or AMP_ERR_MEMORY. */
+/* Device memory for the kernels of one call, in its stream's order. It is freed when the scope ends. get returns AMP_OK
+   and sets .data, which is 256-byte aligned, or it fails, with AMP_ERR_MEMORY if there is no memory. */
 struct ampc_scratch {
     ampc_device *dev;
     cudaStream_t stream;
@@ -477,7 +479,7 @@ struct ampc_scratch {
     ampc_scratch(ampc_device *d, void *s) : dev(d), stream(ampc_stream(d, s)), data(NULL) {}
     ~ampc_scratch();
     amp_result get(size_t bytes, const char *kernel);
-    void *keep() {                  /* the caller frees it: ampc_free */
+    void *keep() {                  /* the caller frees it with ampc_free */
         void *kept = data;
         data = NULL;
         return kept;
@@ -509,8 +511,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* To fp16 and bf16: hardware makes all NaNs the same, amp.h keeps sign and upper payload bits.  From fp16: NaN stays
-   NaN, with any payload. */
+/* Conversions to fp16 and bf16 keep a NaN's sign and upper payload bits, as amp.h does. The hardware alone would make
+   all NaNs the same. In conversions from fp16, NaN stays NaN, but its payload may change. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -542,7 +544,7 @@ __device__ __forceinline__ uint16_t ampc_bf16_bits(float x) {
 #endif
 }
 
-/* Products, sums, quotients and roots that no compiler fuses or replaces: one rounding each. */
+/* Products, sums, quotients and roots with one rounding each. No compiler fuses or replaces them. */
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
@@ -588,8 +590,8 @@ __device__ __forceinline__ float ampc_fma(float a, float b, float c) {
 
 __device__ __forceinline__ bool ampc_finite(float x) { return (ampi_bits_f32(x) & 0x7f800000u) != 0x7f800000u; }
 
-/* x, hidden from the compiler, so that it does not keep values computed from it, such as each piece's address, in
-   registers. */
+/* Returns x in a way that the compiler cannot see through. The compiler then does not keep values computed from x, such
+   as each piece's address, in registers. */
 template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
@@ -597,14 +599,15 @@ template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
     return x;
 }
 
-/* AMP_OK for a dtype of storage. */
+/* Returns AMP_OK if the dtype is one of storage, and refuses other dtypes. */
 amp_result ampc_check_storage(ampc_device *dev, const char *kernel, amp_dtype dtype) {
     if (dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16) return AMP_OK;
     return ampc_refuse(dev, AMP_ERR_DTYPE, kernel, "storage must be fp32, fp16 or bf16");
 }
 
-/* Calls run(dtype) with a constant, so that the dtype is tested once: with short branches, both ways would be executed.
-   Fp32 stands for whatever else it is.  V: of the pieces; 8 of fp32 are none. */
+/* Calls run(dtype) with a constant, so that the dtype is tested once. If short branches tested it at each use, both
+   ways would be executed. A dtype other than fp16 and bf16 is taken as fp32. V is the width of the pieces. With V = 8,
+   a dtype other than fp16 is taken as bf16, because no piece has 8 numbers in fp32. */
 template <amp_dtype D> struct ampc_constant {
     __device__ constexpr operator amp_dtype() const { return D; }
 };
@@ -707,7 +710,7 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
     return raw;
 }
 
-/* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
+/* The address of element `at` of a stored row. I is int within a chunk, so that a thread keeps 32-bit offsets. */
 template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
     return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
 }
@@ -761,12 +764,12 @@ __device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_
     ampc_store<1>(ampc_within(p, dtype, i), dtype, &x);
 }
 
-/* 1: the pointer (and, for rows, their distance in bytes) allows accesses of 16 bytes. */
+/* True if the pointer allows accesses of 16 bytes. For rows, their distance in bytes must allow them too. */
 __host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
     return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
 }
 
-/* Numbers beyond n are 0 (loads) or left alone (stores). */
+/* Loads give 0 for numbers beyond n, and stores leave those numbers in memory as they are. */
 template <int V, ampc_reuse R = AMPC_KEEP>
 __device__ __forceinline__ void ampc_load_upto(const void *p, amp_dtype dtype, float *x, int64_t n) {
     if (n >= V && ampc_aligned(p)) return ampc_load<V, R>(p, dtype, x);
@@ -781,7 +784,8 @@ __device__ __forceinline__ void ampc_store_upto(void *p, amp_dtype dtype, const 
         if (i < n) ampc_put_stored(p, dtype, i, x[i]);
 }
 
-/* Up to 16 bytes, or several times 16. */
+/* The N elements of one thread, which take up to 16 bytes or a multiple of 16. An access takes `each` bytes. whole is
+   true if all N elements exist and are aligned for such accesses. */
 template <class T, int N> struct ampc_own {
     enum { bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16 };
     static __device__ bool whole(const T *p, int64_t n) { return n >= N && (uintptr_t)p % each == 0; }
@@ -838,7 +842,7 @@ template <class T> __device__ __forceinline__ T ampc_warp_sum(T x) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
 }
-/* The larger number; NaN wins. */
+/* The larger number, or NaN if one of them is NaN. */
 template <class T> __device__ __forceinline__ T ampc_larger(T a, T b) { return a >= b || a != a ? a : b; }
 template <class T> __device__ __forceinline__ T ampc_warp_max(T x) {
     AMPC_UNROLL
@@ -873,23 +877,23 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
 
 struct ampc_block {
     void *data;
-    size_t bytes;                   /* its class */
-    const void *owner;              /* a stream, a graph, a host's capture; NULL: unused */
+    size_t bytes;                   /* the size of its class */
+    const void *owner;              /* a stream, an ampc_graph or an ampc_capture; NULL: unused */
     ampc_block *next;
 };
 
 /* A graph, from the beginning of its capture on. */
 struct ampc_graph {
-    cudaStream_t stream;            /* captured; later the last one it was launched on */
+    cudaStream_t stream;            /* the captured one; later the last one that it was launched on */
     int capturing;
-    int reduces;                    /* 1: it exchanges data with other ranks */
+    int reduces;                    /* 1 if it exchanges data with other ranks */
     cudaGraphExec_t exec;
     ampc_graph *next;
 };
 
-/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph,
-   which run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object
-   while the graph or an instance of it lives, possibly longer than the context. */
+/* One stream's part in a capture that the program itself began. Streams that were forked from it are branches of one
+   graph. Branches run at the same time, so each has separate memory. The arena holds this record. A CUDA user object
+   holds it too while the graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
     cudaStream_t stream;
@@ -897,7 +901,8 @@ struct ampc_capture {
     ampc_capture *next;
 };
 
-/* While it is locked, nothing is called that may wait or call back: no function of the host, CUDA or cuBLASLt. */
+/* Locks a mutex for a scope. While it is locked, no function is called that may wait or call back. That excludes CUDA,
+   cuBLASLt, and the functions that the program gave. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -907,7 +912,7 @@ struct ampc_locked {
     ampc_locked &operator=(const ampc_locked &) = delete;
 };
 
-/* Lets a thread allocate while it captures a stream: the allocation is not part of the graph. */
+/* Lets a thread allocate while it captures a stream. The allocation does not become part of the graph. */
 struct ampc_relaxed {
     cudaStreamCaptureMode mode;
     ampc_relaxed() : mode(cudaStreamCaptureModeRelaxed) { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
@@ -922,7 +927,8 @@ int ampc_log2(size_t x) {
     return n;
 }
 
-/* Rounded up to the size of its class: steps of an eighth of the octave, 512 bytes at least. */
+/* Rounds a size up to the size of its class. The classes are an eighth of their octave apart, and 512 bytes at
+   least. */
 size_t ampc_class_bytes(size_t bytes) {
     size_t step;
     if (bytes < 512) bytes = 512;
@@ -952,7 +958,8 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Releases the memory of captures whose graphs are gone; all: forgets the others too. */
+/* Releases the memory of captures whose graphs no longer exist. If `all` is true, it does the same for the other
+   captures. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
         if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
@@ -962,8 +969,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held
-   until the context is closed. */
+/* Makes the record of a stream's part in a capture that the program began. The arena and the graph hold it. If CUDA
+   makes no user object, it is held until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -988,7 +995,8 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* The owner of the memory that a stream uses in a capture, or NULL; made: a new host's capture to add. */
+/* The owner of the memory that a stream uses in a capture, or NULL if there is none yet. If `made` is not NULL, it is a
+   new record, which is added to the list then and returned. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
@@ -1000,8 +1008,8 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* The owner of scratch memory used on a stream: the stream, or its branch of the graph that it is being captured into.
-   NULL: no host memory. */
+/* The owner of scratch memory that is used on a stream. It is the stream, or the stream's branch of the graph that it
+   is being captured into. NULL means that there was no memory for the record. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -1015,12 +1023,12 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (owner != NULL) return owner;
     ampc_capture *made = ampc_capture_new(id, stream, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    /* another thread capturing from the same stream was faster */
+    /* another thread that captures from the same stream was faster */
     if (owner != made) ampc_capture_release(made);
     return owner;
 }
 
-/* The stream whose work uses an owner's memory; held: a graph may use it at any time. */
+/* The stream whose work uses an owner's memory. *held is set to whether a graph may use the memory at any time. */
 cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
@@ -1031,7 +1039,8 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Memory from CUDA or from the host's own allocator, whose blocks are refused when less aligned than CUDA's. */
+/* Gets memory from CUDA or from the program's allocator. ampc_block_new refuses blocks of the latter that are aligned
+   less than CUDA's. */
 enum { AMPC_ALIGN = 256 };
 cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
     if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
@@ -1044,7 +1053,8 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
     else dev->memory.free(dev->memory.user, data, bytes, dev->index, stream);
 }
 
-/* Takes idle blocks out of the arena, all or those that no graph holds, with the streams that they go to. */
+/* Takes idle blocks out of the arena. Without `all`, it leaves those that a graph holds. A block's owner is then the
+   stream in whose order it is given back. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
     ampc_locked locked(dev);
@@ -1065,7 +1075,7 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
     return unused;
 }
 
-/* Gives these blocks back to CUDA, or to the host's own allocator. */
+/* Gives these blocks back to CUDA, or to the program's allocator. */
 void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
     for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
@@ -1090,7 +1100,7 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
                       error == cudaErrorMemoryAllocation ? hint : NULL);
 }
 
-/* A new block; stream: of its first use. */
+/* Makes a block. `stream` is the stream of its first use. */
 amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
@@ -1117,7 +1127,8 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
     return AMP_OK;
 }
 
-/* An idle block of this class that `owner` may use at once, or NULL; stream: the owner's. */
+/* Takes out an idle block of this class that `owner` may use at once, or returns NULL. *stream is set to the owner's
+   stream. */
 ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStream_t *stream) {
     bool held;
     ampc_locked locked(dev);
@@ -1130,7 +1141,7 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
     return block;
 }
 
-/* Memory for `owner`.  Called with the device current. */
+/* Takes memory for `owner`. The device must be current. */
 amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
@@ -1189,20 +1200,21 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* ---- Opening and closing */
 
-/* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
-   which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
+/* The attributes of this empty kernel name the architecture that the running code was compiled for. Without -arch, nvcc
+   builds for its oldest architecture, and the driver translates that code for newer GPUs. __CUDA_ARCH__, and all code
+   under #if, are then those of the old architecture. */
 __global__ void ampc_marker_kernel() {}
 
 amp_result ampc_image(ampc_device *dev, int *image) {
     cudaFuncAttributes attributes;
     AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
                         "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
-    /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    /* ptxVersion is 10 __CUDA_ARCH__ / 100, also for machine code; cub::PtxVersion relies on it */
     *image = attributes.ptxVersion;
     return AMP_OK;
 }
 
-/* Fills the features, and refuses GPUs below the least. */
+/* Fills the features, and refuses GPUs below AMPC_LEAST. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     ampc_features *has = &dev->has;
     char text[320];
@@ -1220,7 +1232,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
-    /* cuBLAS manual, Narrow Precision Data Types Usage; since CUDA 12.9 and 12.8 */
+    /* see "Narrow Precision Data Types Usage" in cuBLAS's manual; since CUDA 12.9 and 12.8 */
     has->fp8_blocks = has->cc == 90 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120900;
     has->fp8_mx = has->cc >= 100 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120800;
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
@@ -1288,7 +1300,7 @@ void ampc_close(void *device) {
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_blas_close(dev);
         ampc_drop_memory(dev);
-        ampc_ranks_close(dev);      /* behind the graphs, which use it */
+        ampc_ranks_close(dev);      /* after the graphs, which use the communicator */
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
@@ -1424,7 +1436,7 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
 
 /* ---- Streams */
 
-/* This context's capture running on a stream (NULL: on any), or NULL. */
+/* This context's capture that runs on a stream, or NULL. If `stream` is NULL, the capture may run on any stream. */
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     ampc_locked locked(dev);
     ampc_graph *graph = dev->graphs;
@@ -1432,7 +1444,7 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Ends an abandoned capture while its stream still exists.  Left open, the thread that began it could no longer
+/* Ends an abandoned capture while its stream still exists. If it stayed open, the thread that began it could no longer
    allocate or wait (error 900), and CUDA lets no other thread end it. */
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -1458,7 +1470,7 @@ amp_result ampc_stream_create(void *device, void **stream) {
     return AMP_OK;
 }
 
-/* Waits for the stream, since another may get its scratch memory; drops a running capture. */
+/* Waits for the stream, because another stream may get its scratch memory. Drops a running capture. */
 void ampc_stream_destroy(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (stream == NULL) return;
@@ -1478,7 +1490,7 @@ amp_result ampc_stream_sync(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     AMPC_ENTER(dev, "stream_sync");
     AMPC_TRY(ampc_check(dev, cudaStreamSynchronize(ampc_stream(dev, stream)), "cudaStreamSynchronize", NULL));
-    return ampc_usable(dev, "stream_sync");     /* what it waited for may be a reduction that failed */
+    return ampc_usable(dev, "stream_sync");     /* it may have waited for a reduction that failed */
 }
 
 /* ---- Events */
@@ -1529,7 +1541,7 @@ amp_result ampc_event_done(void *device, void *event, int32_t *done) {
     return ampc_usable(dev, "event_done");
 }
 
-/* An event that is done costs no wait. */
+/* Returns at once if the event is done. */
 amp_result ampc_event_sync(void *device, void *event) {
     ampc_device *dev = (ampc_device *)device;
     int32_t done;
@@ -1576,7 +1588,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes the graph out of the list; its scratch memory goes to its last stream. */
+/* Takes the graph out of the list. The stream of its last launch becomes the owner of its scratch memory. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
@@ -1637,14 +1649,14 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 /* ==== 7 >>masks ====
    Which keys a query sees. */
 
-/* The keys visible by kind and length: j < first or low <= j < high. */
+/* The keys that a mask's kind and lengths let a query see. They are those with j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
 }
 
-/* position: the query's among the keys. */
+/* `position` is the query's position among the keys. */
 __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask.lengths ? ampc_clamp(mask.lengths[b], 0, keys) : keys, end = position + 1;
     int64_t window = mask.window < INT64_MAX / 4 ? mask.window : INT64_MAX / 4;
@@ -1658,7 +1670,7 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
         s.first = mask.kind == AMP_MASK_WINDOW ? 0 : mask.global < end ? mask.global : end;
         if (mask.kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask.global) s.first = end;
     }
-    if (mask.documents && position < 0) s.first = s.high = 0;       /* a query of no document */
+    if (mask.documents && position < 0) s.first = s.high = 0;       /* the query belongs to no document */
     s.first = ampc_clamp(s.first, 0, length);
     s.low = ampc_clamp(s.low, 0, length);
     s.high = ampc_clamp(s.high, 0, length);
@@ -1668,9 +1680,9 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
 struct ampc_sight {
     ampc_span span;
     int64_t end;                    /* keys from here on are hidden */
-    const int32_t *documents;       /* of the keys; NULL: one document */
+    const int32_t *documents;       /* per key; NULL: one document */
     int32_t document;               /* of the query */
-    const uint8_t *allowed;         /* of the query; NULL: all */
+    const uint8_t *allowed;         /* per key, for this query; NULL: all */
 };
 
 __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
@@ -1686,7 +1698,8 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key `at` is in a span, all counted from the same key; whether documents and tensor allow a key. */
+/* ampc_in_span is whether key `at` is in a span, with all numbers counted from the same key. ampc_lets_see is whether
+   the documents and the mask's tensor allow a key. */
 __device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
     return at < first || (at >= low && at < high);
 }
@@ -1707,8 +1720,9 @@ struct ampc_e5m2 { uint8_t bits; };
 __host__ __device__ constexpr bool ampc_is_e4m3(const void *) { return false; }
 __host__ __device__ constexpr bool ampc_is_e4m3(const ampc_e4m3 *) { return true; }
 
-/* The 8-bit pattern of a finite or infinite fp32 magnitude, to nearest even; LARGEST + 1 beyond the largest finite
-   one.  Subnormal results are rounded by adding a number whose last place is the smallest subnormal. */
+/* The 8-bit pattern of a finite or infinite fp32 magnitude, rounded to nearest even. Beyond the largest finite pattern
+   it is LARGEST + 1, or LARGEST if `saturate` is set. Subnormal results are rounded by adding a number whose last place
+   is the smallest subnormal. */
 template <int M, int BIAS, uint32_t LARGEST>
 __device__ __forceinline__ uint32_t ampc_narrow8(uint32_t magnitude, int saturate) {
     const uint32_t normal = (uint32_t)(128 - BIAS) << 23, magic = (uint32_t)(127 - BIAS + 23 - M + 1) << 23;
@@ -1728,7 +1742,7 @@ __device__ __forceinline__ uint8_t ampc_to_8bit(uint32_t bits, int saturate) {
     return (uint8_t)((bits >> 24 & 0x80u) | r);
 }
 
-/* The fp32 pattern of a stored number, with NaN's payload. */
+/* The fp32 pattern of a stored number, with a NaN's payload. */
 __device__ __forceinline__ uint32_t ampc_pattern(float x) { return ampi_bits_f32(x); }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_f16 x) {
     uint32_t bits = ampi_bits_f32(ampc_f16_value(x.bits));
@@ -1738,7 +1752,7 @@ __device__ __forceinline__ uint32_t ampc_pattern(ampc_bf16 x) { return (uint32_t
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e4m3 x) { return ampi_bits_of_e4m3(x.bits); }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e5m2 x) { return ampi_bits_of_f16((uint16_t)(x.bits << 8)); }
 
-/* From an fp32 pattern, to nearest. */
+/* Conversions from an fp32 pattern, rounded to nearest. */
 __device__ __forceinline__ uint32_t ampc_clamped(uint32_t bits, uint32_t largest) {
     uint32_t magnitude = bits & 0x7fffffffu;
     return magnitude > largest && magnitude <= 0x7f800000u ? (bits & 0x80000000u) | largest : bits;
@@ -1764,7 +1778,8 @@ __device__ __forceinline__ void ampc_narrow(ampc_e4m3 *to, uint32_t bits, int sa
 __device__ __forceinline__ void ampc_narrow(ampc_e5m2 *to, uint32_t bits, int saturate) {
     to->bits = ampc_to_8bit<2, 15, 0x7b>(bits, saturate);
 }
-/* From an fp32 or fp64 pattern, directly and with any rounding that the format has. */
+/* Conversions from an fp32 or fp64 pattern, in one step, with any rounding that the format has. `wide` is 1 for
+   fp64. */
 struct ampc_rounding { int wide, saturate, mode; uint32_t random; };
 
 __device__ __forceinline__ void ampc_round(float *to, uint64_t x, const ampc_rounding &r) {
@@ -1804,8 +1819,8 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic
     return y;
 }
 
-/* To 8 bits by an instruction, saturated and to nearest: from 8.9 on.  It drops a NaN's sign, amp.h keeps it, and in
-   E5M2 a NaN's payload too. */
+/* From compute capability 8.9 on, an instruction converts to 8 bits, saturated and rounded to nearest. It drops a NaN's
+   sign, which amp.h keeps, so the sign is set again here. In E5M2 it also drops a NaN's payload, which amp.h keeps. */
 __device__ __forceinline__ bool ampc_fp8_units() {
 #if defined(__CUDA_ARCH__)
     return __CUDA_ARCH__ >= 890;
@@ -1829,7 +1844,7 @@ __device__ __forceinline__ uint32_t ampc_fp8_pair(uint32_t low, uint32_t high, b
     return pair | (low >> 24 & 0x80u) | (high >> 16 & 0x8000u);
 }
 
-/* 1: the piece was converted that way. */
+/* Converts a piece by that instruction where it can, and returns whether it did. */
 template <class D, class S, int N>
 __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
     if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
@@ -1845,7 +1860,7 @@ __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], i
     return false;
 }
 
-/* 1: infinite or NaN. */
+/* 1 if the number is infinite or NaN. */
 __device__ __forceinline__ int ampc_beyond(float x) { return !ampc_finite(x); }
 __device__ __forceinline__ int ampc_beyond(double x) { return !amp_is_finite_f64(&x); }
 __device__ __forceinline__ int ampc_beyond(ampc_f16 x) { return !amp_is_finite_f16(x.bits); }
@@ -1854,15 +1869,15 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* new_inf is a 64-bit count; integer atomics give the same result in any order. */
+/* Adds a block's count to new_inf, which has 64 bits. Integer atomics give the same result in any order. */
 __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
     int sum = ampc_block_sum(mine, scratch);
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-/* Blocks of 256 threads per multiprocessor, which holds 2048 threads; 1536 from 8.6 on except on 9.0 and 10.x; 1024 on
-   7.5 (CUDA Programming Guide, technical specifications per compute capability).  Code for 10.0 and later takes more
-   registers, and so has fewer blocks. */
+/* The number of blocks of 256 threads that a multiprocessor holds. A multiprocessor holds 2048 threads, but 1536 from
+   8.6 on except on 9.0 and 10.x, and 1024 on 7.5 (CUDA Programming Guide, technical specifications per compute
+   capability). Code for 10.0 and later takes more registers, and so has fewer blocks. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1100)
 enum { AMPC_RESIDENT = 4 };
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9
@@ -1871,14 +1886,15 @@ enum { AMPC_RESIDENT = 6 };
 enum { AMPC_RESIDENT = 8 };
 #endif
 
-/* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces in flight. */
+/* `width` is the number of elements in a piece. A piece has 16 bytes of the wider side, so that a warp writes whole
+   sectors. `pieces` is the number of a thread's pieces that are in flight. */
 template <class D, class S> struct ampc_cast_shape {
     enum {
         wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S),
         least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S)
     };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
-    /* stochastic rounding: at least 4, one block of random numbers, and at most 8 */
+    /* for stochastic rounding: at least 4, which is one block of random numbers, and at most 8 */
     enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width, rounded_per_sm = sizeof(S) == 8 ? 6 : 0 };
 };
 
@@ -1919,7 +1935,7 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
-/* Stochastic rounding to 16 and 8 bits. */
+/* Casts with stochastic rounding to 16 and 8 bits. */
 template <class D, class S> __global__ void
 __launch_bounds__(256, (ampc_cast_shape<D, S>::rounded_per_sm < AMPC_RESIDENT ? ampc_cast_shape<D, S>::rounded_per_sm
                                                                               : AMPC_RESIDENT))
@@ -2028,7 +2044,7 @@ __device__ __forceinline__ void ampc_put_sum(const amp_k_gradient &out, int64_t 
     ampc_put_stored(out.data, out.dtype, i, out.add ? ampc_add(sum, ampc_stored(out.data, out.dtype, i)) : sum);
 }
 
-/* partial NULL: the only run, directly to out. */
+/* If `partial` is NULL, there is one run, whose sums go directly to `out`. */
 __global__ void __launch_bounds__(256)
 ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, float *partial, amp_k_gradient out) {
     AMPC_SHARED(float, scratch, 8 * AMPC_SUM_COLS);
@@ -2059,7 +2075,7 @@ ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, floa
     else ampc_put_sum(out, mine, total);
 }
 
-/* 32 columns to a block; each warp adds every eighth run, then the warps are added in order. */
+/* A block has 32 columns. Each warp adds every eighth run, and then the sums of the warps are added in order. */
 __global__ void __launch_bounds__(256)
     ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, amp_k_gradient out) {
     AMPC_SHARED(double, scratch, 256);
@@ -2101,8 +2117,8 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
    then always access neighbouring bytes.  Where a pointer, a row distance or a row's length does not fit, pieces are
    narrower, down to 1 element.  A piece is held in its storage dtype until it is used. */
 
-/* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
-   pieces. */
+/* The widest V, at most v, for an array that starts at p. If the array has rows of `cols` elements, ld apart, each row
+   must be a whole number of pieces. */
 int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t cols = 0) {
     int64_t size = ampc_dtype_size(dtype);
     if (p == NULL) return v;
@@ -2111,7 +2127,7 @@ int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t co
     return v;
 }
 int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, m.rows > 1 ? m.ld : 0, m.cols); }
-/* The same for arrays that all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
+/* The same for arrays that all rows share, such as a norm's weight. Here fp32 may have a V of 8 too, as two pieces. */
 int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
 }
@@ -2138,7 +2154,7 @@ __device__ __forceinline__ void ampc_prefetch(const void *p) {
 #endif
 }
 
-/* Adds a piece of sums to the stored one (add 1), or overwrites it. */
+/* Adds a piece of sums to the stored one if `add` is 1, and overwrites it otherwise. */
 template <int V, class I>
 __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum, int add) {
     if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
@@ -2161,9 +2177,9 @@ typedef uintptr_t ampc_address;
 #endif
 }
 
-/* Starts to copy 8 or 16 bytes into shared memory, or zeros if `there` is false (then `from` is not read).  This thread
-   may read them after ampc_copy_wait, others after a barrier too.  A group holds the copies started since the last
-   commit. */
+/* Starts to copy 8 or 16 bytes into shared memory. If `there` is false, it writes zeros and does not read `from`. This
+   thread may read the bytes after ampc_copy_wait. Other threads need a barrier after that. A group holds the copies
+   started since the last commit. */
 template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
     static_assert(BYTES == 8 || BYTES == 16, "a piece");
 #if defined(__CUDA_ARCH__)
@@ -2221,7 +2237,8 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
     return 1.0f / x;
 #endif
 }
-/* exp(x), relative error 2^-22 + 1.25 |x| 2^-24; for exp(x - max), x <= max, it is small unless the result is. */
+/* exp(x), with a relative error of 2^-22 + 1.25 |x| 2^-24. For exp(x - max) with x <= max, the error is small unless
+   the result is small. */
 __device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
 __device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
 
@@ -2230,9 +2247,10 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    pieces i, i + lanes, i + 2 lanes and so on.  A row of more than lanes times E elements is processed in chunks, which
    later passes read again.  Passes alternate in direction, so the chunk at the turn is still held. */
 
-/* The most threads of a block, and their registers: 64 for rows of one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows.  Kernels that also sum columns have one block per multiprocessor, and 168 registers if
-   these hold the sums; with AMPC_SHARED_SUMS elements a thread, shared memory does, and the block has one group. */
+/* The most threads of a block. They have 64 registers each for rows of one chunk, so that a multiprocessor holds 1024
+   threads, and 128 for other rows. Kernels that also sum columns have one block per multiprocessor. Their threads have
+   168 registers if registers hold the sums. With AMPC_SHARED_SUMS elements per thread, shared memory holds them, and
+   the block has one group. */
 enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
 __host__ __device__ constexpr int ampc_threads(int e, bool sums) {
@@ -2247,8 +2265,8 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* The fewest warps per row that 8, 16 or 24 elements a thread allow, then the fewest elements; 32 for rows that would
-   not fit otherwise. */
+/* Takes the fewest warps per row that 8, 16 or 24 elements per thread allow, and then the fewest elements. Rows that
+   would not fit otherwise have 32 elements per thread. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
     const int *e = choices[v == 8 ? 2 : v == 4];
@@ -2283,7 +2301,8 @@ template <class F> amp_result ampc_pick_shape(const ampc_row_plan &p, F run) {
     }
 }
 
-/* A thread's place: its row's group and its pieces in a chunk, whose elements are counted from the chunk's first. */
+/* A thread's place, which is the group of its row and its pieces in a chunk. Elements are counted from the chunk's
+   first. */
 template <int V, int E> struct ampc_place {
     int lanes, lane, group, groups;
     __device__ explicit ampc_place(int row_lanes) : lanes(row_lanes) {
@@ -2302,8 +2321,9 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or maxima over the threads of a group, in every thread.  scratch: 64 N floats of shared memory; calls alternate
-   between its halves, so that none overwrites what others may still be reading.  All threads of the block call it. */
+/* Sums or maxima over the threads of a group, with the result in every thread. `scratch` is 64 N floats of shared
+   memory. Calls alternate between its halves, so that no call overwrites what other threads may still be reading. All
+   threads of the block must call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -2359,7 +2379,7 @@ __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtyp
     });
 }
 
-/* Prefetches a chunk into the L2 cache: a thread's part is at most the 128 bytes it requests. */
+/* Prefetches a chunk into the L2 cache. A thread requests 128 bytes, and its part of a chunk is at most as long. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
                                                   int left) {
@@ -2369,9 +2389,9 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* Weight and bias: y = h weight + bias, with 1 and -0 for missing ones, which change no h.  In rows of one chunk a
-   thread always has the same columns: if shared memory has room (KEEP), a block holds them there in fp32, in the order
-   in which a warp reads 16 bytes each; else they are read again for each row. */
+/* Weight and bias, for y = h weight + bias. A missing weight is 1 and a missing bias is -0, which change no h. In rows
+   of one chunk a thread always has the same columns. If shared memory has room (KEEP), a block holds weight and bias
+   there in fp32, in the order in which a warp reads 16 bytes per thread. Otherwise they are read again for each row. */
 template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2394,7 +2414,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
         }
         __syncthreads();
     }
-    /* Element k of a thread's part of the weight (array 0) or the bias (1), and the next three. */
+    /* The place of element k of a thread's part of the weight (array 0) or the bias (1), and of the next three. */
     __device__ __forceinline__ uint4 *slot(int array, int k) const {
         return scratch + (array * (E / 4) + k / 4) * ampc_afresh(place.lanes) + place.lane;
     }
@@ -2404,7 +2424,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
         if (a.weight) ampc_load<V>(ampc_within(a.weight, a.weight_dtype, start + at), a.weight_dtype, weight);
         if (a.bias) ampc_load<V>(ampc_within(a.bias, a.weight_dtype, start + at), a.weight_dtype, bias);
     }
-    /* For piece p of the chunk at `start`. */
+    /* Gets weight and bias for piece p of the chunk at `start`. */
     __device__ __forceinline__ void get(int64_t start, int p, float *weight, float *bias) const {
         if constexpr (!KEEP) read(start, place.at(p), weight, bias);
         else {
@@ -2417,8 +2437,9 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
 };
 
-/* A chunk of the row to normalise, in fp32.  A stored sum with the residual is rounded to storage before it is used,
-   because backward reads that; the first pass computes and stores it, later passes read it. */
+/* A chunk of the row to normalise, in fp32. If the sum with the residual is stored, it is rounded to storage before it
+   is used, because the backward pass reads the stored one. The first pass computes and stores it, and later passes read
+   it. */
 template <int V, int E> struct ampc_norm_chunk {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2485,7 +2506,7 @@ template <int V, int E> struct ampc_norm_chunk {
     }
 };
 
-/* share: 1 / cols. */
+/* `share` is 1 / cols. */
 template <int V, int E, bool KEEP> __global__ void AMPC_ROW_BOUNDS(KEEP)
 ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     AMPC_SHARED(float, scratch, 64);
@@ -2534,7 +2555,7 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
     bool keep = ampc_one_chunk(plan.v, plan.e) && (size_t)plan.per_sm * (kept + 2048) <= d->has.shared_limit;
-    if (plan.lanes == plan.block)       /* one row at a time: its weights, as long as it, serve for as many as can be */
+    if (plan.lanes == plan.block)       /* its weights are as long as its one row, so it keeps them for many rows */
         plan.grid = ampc_grid(d, plan.grid, plan.per_sm);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
@@ -2569,7 +2590,7 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk; dsum: as stored, or NULL: read here. */
+/* Computes dx for a chunk. `dsum` is the chunk of a.dsum, or NULL if it is to be read here. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
                                              int64_t start, int left, float mean, float rstd, const float *means,
@@ -2626,7 +2647,8 @@ template <int V, int E> struct ampc_column_sums {
             *b = first ? dbias[k] : *b + dbias[k];
         }
     }
-    /* Gathers the block's groups in order (one group with shared sums) and writes its partial sum, [2, cols]. */
+    /* Gathers the block's groups in order and writes its partial sum, [2, cols]. With shared sums there is one
+       group. */
     __device__ void write(float *partial, int64_t cols) {
         for (int g = 0; g < place.groups; g++) {
             if (place.group == g) gather(g == 0);
@@ -2645,7 +2667,7 @@ size_t ampc_column_scratch(const ampc_row_plan &p) {
     return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
 }
 
-/* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
+/* Adds the chunk's g and g h to `means`, and its gradients of the columns to `sums`. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t start,
                                                int left, float mean, float rstd, const uint4 *x, const uint4 *dy,
@@ -2694,7 +2716,8 @@ size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
     return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
 }
 
-/* Rows of one chunk: the next one is fetched while this one is processed.  partials NULL: only dx. */
+/* For rows of one chunk. The next row is fetched while this one is processed. If `partials` is NULL, only dx is
+   computed. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -2733,11 +2756,11 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
         ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum);
     }
     ampc_copy_wait<0>();
-    __syncthreads();                            /* sums reuse the memory of rows */
+    __syncthreads();                            /* the sums reuse the memory of the rows */
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's barrier. */
+/* For rows of any length. The next chunk is prefetched into the L2 cache during this one and across a row's barrier. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -2781,8 +2804,8 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias if a row or its sums do not fit into a block: block i of `blocks` adds rows i,
-   i + blocks, ... for a strip of columns. */
+/* Partial sums of dweight and dbias, for the case that a row or its sums do not fit into a block. Block i of `blocks`
+   adds rows i, i + blocks, ... for a strip of columns. */
 template <int V>
 __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
@@ -2809,7 +2832,8 @@ __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, 
     }
 }
 
-/* gradient = (old +) the sum of the partial sums: 32 columns per block, 32 threads for each. */
+/* Sets a gradient to the sum of the partial sums, or adds that sum to it. A block has 32 columns, and 32 threads for
+   each. */
 __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias,
                                                          const float *partials, int64_t blocks, int64_t cols) {
     AMPC_SHARED(float, scratch, 32 * 33);
@@ -2828,7 +2852,8 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
-/* Fewer groups, then chunks, if shared memory is too small for waiting rows. */
+/* Plans the rows of a backward pass. If shared memory is too small for the rows that wait there, a block has fewer
+   groups. If one group is still too much, the kernel for rows of any length is planned. */
 ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
     ampc_row_plan p = ampc_plan_rows(d, v, rows, cols, true);
     if (!ampc_one_chunk(p.v, p.e)) return p;
@@ -2883,7 +2908,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
 /* How a softmax's rows are counted. */
 struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
 
-/* The keys that a row's query sees; most masks need few of the fields. */
+/* The keys that a row's query sees. Most masks need few of the fields. */
 __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of,
                                                      int64_t row) {
     const amp_mask &m = a.mask;
@@ -2898,7 +2923,7 @@ __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, con
     return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
-/* Sets a piece's hidden scores to -inf; first, low, high and end count from the chunk's first element. */
+/* Sets a piece's hidden scores to -inf. `at`, `first`, `low` and `high` count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high,
                                           float *s) {
@@ -2930,7 +2955,7 @@ __device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const 
     for (int p = 0; p < E / V; p++) ampc_hide<V>(sight, start, place.at(p), first, low, high, s + p * V);
 }
 
-/* Writes a chunk of a softmax row, cols elements of it: zeros from `end` on. */
+/* Writes `cols` elements, which are a chunk of a softmax row. They are zeros from `end` on. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place, void *to, amp_dtype dtype, int cols,
                                                    int end, float inverse, const float *e) {
@@ -2949,7 +2974,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
     }
 }
 
-/* A row without visible keys has only -inf, and gives zeros; NaN and +inf make a row NaN. */
+/* A row without visible keys has only scores of -inf, and gives zeros. NaN and +inf make the whole row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
@@ -2999,7 +3024,7 @@ __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 
         slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum), a.scale);
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient; hidden elements are not
+/* dx = scale y (dy - sum(y dy)). A probability of 0 contributes 0, whatever its gradient. Hidden elements are not
    read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
@@ -3047,7 +3072,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, in
     }
 }
 
-/* The rows of a softmax; none if there are no keys. */
+/* The rows of a softmax, of which there are none without keys. */
 ampc_softmax_index ampc_softmax_count(const amp_k_softmax *a) {
     int64_t rows = a->keys > 0 ? a->batch * a->heads * a->queries : 0;
     return ampc_softmax_index{rows, a->queries, a->heads};
@@ -3083,14 +3108,14 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    `ahead` is how many pieces of each input a thread reads ahead. */
 
 template <int I, int O> struct ampc_map {
-    /* blocks per multiprocessor: many operands need registers */
+    /* per_sm is blocks per multiprocessor: fewer for many operands, which need registers */
     enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };
     amp_mat in[I], out[O];
     int64_t cols, total;            /* elements of a row, pieces in all */
-    ampc_divisor pieces;            /* of a row */
+    ampc_divisor pieces;            /* pieces of a row */
 };
 
-/* ld 0: all rows are the same. */
+/* If ld is 0, all rows are the same. */
 amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
     amp_mat m = {const_cast<void *>(data), dtype, 0, rows, cols, ld};
     return m;
@@ -3143,7 +3168,7 @@ __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op
     }
 }
 
-/* Runs op over the shape of the first output.  W: the widest piece that its operands allow. */
+/* Runs op over the shape of the first output. W is the widest piece that its operands allow. */
 template <int W = 8, class Op, class Map>
 amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
@@ -3169,7 +3194,7 @@ amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream)
 
 /* ---- Activations */
 
-/* 1 / (1 + exp(-x)); below -88 the exponential is infinite and the result 0. */
+/* 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the result is 0. */
 __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(1.0f + ampc_exp(-x)); }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
@@ -3180,10 +3205,10 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
-   NaN. */
+/* x where p, which is 0 or above, is not 0, and 0 elsewhere. x may be infinite; the product x p is then 0 where p is 0,
+   instead of NaN. */
 __device__ __forceinline__ float ampc_where_not_zero(float x, float p) { return p == 0.0f ? 0.0f : x; }
-/* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4: s is long 0 or 1. */
+/* s + x s (1 - s) (A + 3 B x^2). x^2 is limited to 10^4, where s has long been 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
     float square = fminf(ampc_mul(x, x), 1.0e4f),
           s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
@@ -3229,7 +3254,7 @@ struct ampc_act {
     }
 };
 
-/* in: x (y of tanh, with from_y) and dy */
+/* The inputs are x and dy. With from_y, y of tanh stands in place of x. */
 struct ampc_act_back {
     enum { ahead = 2 };
     amp_activation_kind kind;
@@ -3248,7 +3273,7 @@ struct ampc_act_back {
     }
 };
 
-/* op over N inputs; the B inputs after them are biases, added to the first B. */
+/* op over N inputs. The B inputs after them are biases, which are added to the first B. */
 template <class Op, int N, int B> struct ampc_biased {
     enum { ahead = (Op::ahead + 1) / 2 };
     Op op;
@@ -3279,7 +3304,7 @@ amp_result ampc_activation(void *dev, const amp_k_activation *args, void *stream
     return ampc_map_run(dev, "amp_activation", m, op, stream);
 }
 
-/* Takes the slope of tanh from y if given: x may have been overwritten. */
+/* Takes the slope of tanh from y if y is given, because x may have been overwritten. */
 amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     int from_y = args->act == AMP_ACT_TANH && args->y != NULL;
     if (args->bias != NULL && !from_y) {
@@ -3420,7 +3445,7 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
     return ampc_map_run(dev, "amp_add", m, ampc_sum2{args->alpha, args->beta, args->b != NULL}, stream);
 }
 
-/* Of views: a thread takes an element at a time. */
+/* Adds views. A thread takes one element at a time. */
 __global__ void __launch_bounds__(256) ampc_add_views_kernel(amp_k_add_views v, int64_t total) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t rest = i, a = 0, b = 0, y = 0;
@@ -3462,11 +3487,11 @@ __device__ __forceinline__ void ampc_rope_pairs(const uint4 *from, amp_dtype dty
     to[1] = ampc_narrow<V>(x + V, dtype);
 }
 
-/* pieces, slices, positions: how many there are of each. */
+/* `pieces`, `slices` and `positions` say how many there are of each. */
 template <bool Adjacent, int V>
 __global__ void __launch_bounds__(256, 2)
     ampc_rope_kernel(amp_k_rope a, ampc_divisor pieces, ampc_divisor slices, ampc_divisor positions, int64_t total) {
-    enum { U = 2 };                 /* heads under way */
+    enum { U = 2 };                 /* heads that a thread reads at once */
     const int64_t heads = a.heads[0] + a.heads[1];
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t piece, slice, p, token = ampc_divide(ampc_divide(i, pieces, &piece), slices, &slice);
@@ -3527,7 +3552,7 @@ amp_result ampc_rope(void *dev, const amp_k_rope *args, void *stream) {
 
 /* ==== 9 >>operators: losses and embeddings ==== */
 
-/* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the host has
+/* Writes 1 + row into a report that is clear or names a later row. An earlier call's report stays until the CPU has
    read and cleared it. */
 __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
     int32_t mine = row < INT32_MAX - 1 ? (int32_t)(row + 1) : INT32_MAX, seen = *(volatile int32_t *)report;
@@ -3540,13 +3565,13 @@ __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
 
 /* The findings of one pass over a call's labels or ids. */
 struct ampc_labels {
-    int64_t counted;                /* not ignored */
+    int64_t counted;                /* labels that are not ignored */
     int32_t bad;                    /* 1: one is out of range, so the call's other kernels do nothing */
     float scale;                    /* of the gradient */
 };
 
-/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`.
-   scale = factor grad_scale / counted. */
+/* Runs as one block. values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`. scale is factor grad_scale /
+   counted, or factor grad_scale with `sum`. */
 __global__ void __launch_bounds__(1024)
     ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore, int32_t ignore, int sum,
                      double factor, const float *grad_scale, ampc_labels *out, int32_t *report) {
@@ -3577,7 +3602,8 @@ __global__ void __launch_bounds__(1024)
     if (out->bad) ampc_report(report, first);
 }
 
-/* loss = the sum of n values, or their mean over the count in `labels` (NULL: `counted`), NaN over none.  One block. */
+/* Sets *loss to the sum of n values, or to their mean over the count in `labels`. If `labels` is NULL, the count is
+   `counted`. The mean over a count of 0 is NaN. Runs as one block. */
 template <class T>
 __global__ void __launch_bounds__(1024)
     ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
@@ -3596,9 +3622,9 @@ __global__ void __launch_bounds__(1024)
    so dlogits may be the logits.  Rows of any length and distance have aligned pieces.  The elements before and after
    these are the row's edges, which are done one by one. */
 
-/* The sum of exp(x - max) over a thread's elements so far, max being their largest. */
+/* The sum of exp(x - max) over a thread's elements so far, where max is the largest of them. */
 struct ampc_running {
-    float max, sum, total;          /* total: of the logits themselves */
+    float max, sum, total;          /* total is the sum of the logits */
     template <int V> __device__ __forceinline__ void add(const float (&x)[V], bool smooth) {
         float larger = max, shift;
         AMPC_UNROLL
@@ -3624,7 +3650,7 @@ struct ampc_logit_row {
     unsigned char *kept;            /* with KEEP, the pieces in shared memory; else the row is read again */
     int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
     float at_label, max, sum;
-    /* Element k of the edges, those before `head` first. */
+    /* The column of element k of the edges, which are counted from those before `head` on. */
     __device__ __forceinline__ int64_t outside(int64_t k) const { return k < head ? k : edge + k - head; }
 };
 
@@ -3647,7 +3673,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
     return r;
 }
 
-/* The first pass. */
+/* The first pass over a row. With KEEP, it also copies the pieces to shared memory. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     enum { U = V == 1 ? 8 : 4 };    /* reads in flight */
@@ -3675,9 +3701,9 @@ __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entro
     return found;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), in the label's column less 1 - smoothing; 0 beyond the classes and
-   in ignored rows.  share = -scale smoothing / classes; less: what the label's column adds to e / sum.  That column is
-   written again after the whole row. */
+/* dlogits = scale (e / sum - smoothing / classes) with e = exp(x - max). In the label's column, 1 - smoothing is
+   subtracted within the brackets. Beyond the classes and in ignored rows, dlogits is 0. `share` is -scale smoothing /
+   classes, and `less` is what the label's column adds to e / sum. That column is written again after the whole row. */
 template <int V, bool KEEP>
 __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
                                                      float share, float less) {
@@ -3712,7 +3738,7 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
     if (threadIdx.x != 0) return;
     ampc_put_stored(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
 }
-/* bits: of 0, or all set, which is NaN in each dtype. */
+/* Fills the row with `bits`, which are those of 0, or all set, which is NaN in each dtype. */
 template <int V>
 __device__ __forceinline__ void ampc_logits_fill(const amp_k_cross_entropy &a, const ampc_logit_row &r, uint32_t bits) {
     int64_t at, outside = r.head + a.dlogits.cols - r.edge;
@@ -3739,7 +3765,7 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     return loss;
 }
 
-/* even: smoothing / classes. */
+/* `even` is smoothing / classes. */
 template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
 ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, scratch, 32);
@@ -3764,7 +3790,7 @@ void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc
                     : ampc_cross_entropy_rows<1, KEEP>;
 }
 
-/* The widest pieces aligned in both matrices at the same columns of every row. */
+/* The widest pieces that are aligned in both matrices at the same columns of every row. */
 int ampc_logits_width(const amp_mat &x, const amp_mat &dx) {
     int v = x.dtype == AMP_F32 || (dx.data && dx.dtype == AMP_F32) ? 4 : 8;
     int64_t apart = (int64_t)((uintptr_t)x.data / (uint64_t)ampc_dtype_size(x.dtype) -
@@ -3914,7 +3940,7 @@ __device__ __forceinline__ int ampc_digit(const ampc_sort &s, int64_t row) {
     return s.ids[row] >> s.shift & (AMPC_DIGITS - 1);
 }
 
-/* counts[digit][tile] */
+/* Counts the digits of a tile, into counts[digit][tile]. */
 __global__ void __launch_bounds__(256) ampc_sort_count(ampc_sort s, const ampc_labels *labels, int64_t *counts) {
     AMPC_SHARED(unsigned, count, AMPC_DIGITS);
     int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE,
@@ -3944,7 +3970,7 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
     return before + sum - x;
 }
 
-/* counts becomes the sum of all counts before it.  One block. */
+/* Each count becomes the sum of all counts before it. Runs as one block. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
     int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n,
@@ -3970,7 +3996,7 @@ __device__ __forceinline__ unsigned ampc_same_digit(int digit, bool live) {
     return same;
 }
 
-/* Moves the keys of a tile to their places, 256 at a time; thread d counts digit d. */
+/* Moves the keys of a tile to their places, 256 at a time. Thread d counts digit d. */
 __global__ void __launch_bounds__(256)
     ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
     AMPC_SHARED(unsigned, count, 8 * AMPC_DIGITS);
@@ -4011,8 +4037,8 @@ template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m
     }
 }
 
-/* A call's sorted rows, and the sums of ids that span stretches: head[stretch] belongs to an id that began before it,
-   tail[stretch] to one that continues after it, both [stretches, cols]. */
+/* A call's sorted rows, and the sums of ids that span stretches. head[stretch] belongs to an id that began before the
+   stretch, and tail[stretch] to one that continues after it. Both are [stretches, cols]. */
 struct ampc_gather {
     amp_mat dy, dtable;
     const int32_t *ids;
@@ -4024,7 +4050,7 @@ struct ampc_gather {
     __device__ __forceinline__ int64_t id(int64_t i) const { return i >= 0 && i < n ? ids[order[i]] : -1; }
 };
 
-/* A warp's part: one stretch and one strip of 32 pieces. */
+/* A warp's part, which is one stretch and one strip of 32 pieces. */
 template <int V> struct ampc_gather_part {
     int64_t stretch, at, begin, end;
     __device__ ampc_gather_part(const ampc_gather &g, int64_t part) {
@@ -4036,7 +4062,7 @@ template <int V> struct ampc_gather_part {
     }
 };
 
-/* Writes an id's sum in this stretch to the table, or keeps it to be added to those in others. */
+/* Writes an id's sum in this stretch to the table, or keeps it to be added to the sums of other stretches. */
 template <int V>
 __device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const ampc_gather_part<V> &part, int64_t id,
                                                   bool before, bool after, float *sum) {
@@ -4087,7 +4113,8 @@ __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, cons
     }
 }
 
-/* For an id that begins in a stretch and continues: adds its tail and its heads in the next stretches, in fp64. */
+/* For an id that begins in a stretch and continues after it, adds its tail there and its heads in the next stretches,
+   in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
@@ -4114,7 +4141,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
     }
 }
 
-/* dpositions[p] = (old +) the rows p, p + seq, p + 2 seq, ... of dy. */
+/* Sets dpositions[p] to the sum of the rows p, p + seq, p + 2 seq, ... of dy, or adds that sum to it. */
 template <int V>
 __global__ void __launch_bounds__(128)
     ampc_position_rows(amp_k_embedding a, int64_t positions, ampc_divisor pieces, const ampc_labels *labels) {
@@ -4152,7 +4179,7 @@ amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc
                        m.cols / v, labels);
 }
 
-/* Sorts the numbers of a's rows by id; *order ends in one of the two buffers. */
+/* Sorts the numbers of a's rows by id. *order is set to the buffer that holds the result. */
 amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const ampc_labels *labels, int64_t *counts,
                                int64_t *buffers[2], const int64_t **order, void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4169,7 +4196,7 @@ amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const a
     return AMP_OK;
 }
 
-/* Scratch: labels, two orders, the sort's counts, heads and tails. */
+/* The scratch memory holds the labels, two orders, the sort's counts, the heads and the tails. */
 amp_result ampc_embedding_table(ampc_device *d, const amp_k_embedding &a, ampc_scratch &scratch, ampc_labels **labels,
                                 void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4236,16 +4263,17 @@ __device__ __forceinline__ float ampc_rounded(float x, amp_dtype compute) {
     }
 }
 
-/* One operand: element (i, j), i along m or n and j along k, at data[i * outer + j * inner]. */
+/* One operand. Element (i, j), with i along m or n and j along k, is at data[i * outer + j * inner]. */
 struct ampc_operand {
     const void *data;
     amp_dtype dtype, compute;
-    int64_t outer, inner, count;    /* count: of i */
+    int64_t outer, inner, count;    /* count is how many values i has */
 };
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
-/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0; the reads overlap. */
+/* Reads the elements at from + n step for n = 0 to 3, where n di < i_left and n dj < j_left. The other values are 0.
+   The reads overlap in time. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di,
                                                int j_left, int dj, float (&value)[4]) {
     const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
@@ -4261,8 +4289,8 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
     for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
 }
 
-/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
-   True: this thread found an infinity or NaN. */
+/* Copies 64 x 16 elements from (i0, j0) on into tile[j][i], with zeros beyond the matrix. Neighbouring threads read
+   neighbouring elements. Returns whether this thread found an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
                                                 int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
@@ -4283,7 +4311,8 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     return wild;
 }
 
-/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: a holds weights, and 0 times infinity is 0. */
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], for each d in order. With WEIGHTS, a holds weights, and 0 times infinity is
+   0. */
 template <bool WEIGHTS>
 __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -4360,7 +4389,7 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 /* The dtype that stores operands of a compute dtype. */
 amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
-/* Operand a or b as stored: fields of its product. */
+/* Operand a or b as it is stored. The references are to fields of its product. */
 struct ampc_gemm_operand {
     const void *&data;
     amp_dtype &dtype;
@@ -4381,14 +4410,14 @@ struct ampc_gemm_operand {
         return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items &&
                rows == x.rows && cols == x.cols;
     }
-    /* The operand after its cast. */
+    /* Makes this the operand after its cast, which is at `copy`. */
     void become(const void *copy, amp_dtype to) {
         if (cut != NULL || !is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
         data = copy, dtype = to, cut = NULL;
     }
 };
 
-/* An operand that saturates: [n[0], n[1], n[2], cols], with contiguous columns. */
+/* An operand that saturates. It is [n[0], n[1], n[2], cols], with contiguous columns. */
 struct ampc_cut {
     const void *x; void *to;
     amp_dtype from, dtype;
@@ -4397,7 +4426,7 @@ struct ampc_cut {
     amp_k_cut how;
 };
 
-/* Copies all of it, saturated, to `to` without gaps. */
+/* Copies the whole operand, saturated, to `to` without gaps. */
 __global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total) {
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
@@ -4436,8 +4465,8 @@ amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void 
     return ampc_cast(dev, &cast, stream);
 }
 
-/* Casts operand a or b: in its own layout if its elements fill their memory, else (and if it saturates) row after
-   row. */
+/* Casts operand a or b. The copy has the operand's layout if its elements fill their memory. Otherwise, and if the
+   operand saturates, the copy has row after row without gaps. */
 amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch &own, void *stream) {
     ampc_gemm_operand x(g, b);
     const amp_dtype to = ampc_operand_dtype(g.compute);
@@ -4459,7 +4488,8 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     return AMP_OK;
 }
 
-/* in: the product, to be multiplied by *factor, bias or act's saved input, old c; out: c, act's input. */
+/* The inputs are the product, which is multiplied by *factor; the bias, or act's saved input; and the old c. The
+   outputs are c and act's input. */
 template <int O> struct ampc_finish {
     enum { ahead = 2 };
     amp_activation_kind act;
@@ -4496,7 +4526,7 @@ amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_g
         m.in[2] = ampi_is_set(g.beta) ? c : ampc_matrix(NULL, AMP_F32, g.m, g.n, g.n);
         m.out[0] = c;
         if (O == 2) m.out[O - 1] = pre;
-        /* the product is fp32 */
+        /* 4, because the product is fp32 */
         AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta, factor}, stream));
     }
     return AMP_OK;
@@ -4507,7 +4537,7 @@ amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm
                                 : ampc_gemm_map_as<1>(dev, g, product, factor, stream);
 }
 
-/* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
+/* A warp adds a row. A lane adds AMPC_SUM_CHAIN numbers in fp32 at a time, and then these sums in fp64. */
 __global__ void __launch_bounds__(256) ampc_row_sum_kernel(amp_mat x, amp_k_gradient out) {
     for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < x.rows; row += (int64_t)gridDim.x * 8) {
         double total = 0;
@@ -4529,7 +4559,7 @@ amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_grad
     return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
 }
 
-/* The sums that no epilogue computed. */
+/* Computes the sums that no epilogue computed. */
 amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     const amp_k_gradient &out = g.row_sum;
     void *a = const_cast<void *>(g.a);
@@ -4546,19 +4576,19 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
    c^T = op(b)^T op(a)^T.  Its A is therefore b, and its B is a.  Its rows are our columns, and a vector along its rows
    is a bias. */
 
-/* Everything that a product's plan depends on; keys are compared byte by byte, so there is no padding. */
+/* Everything that a product's plan depends on. Keys are compared byte by byte, so there is no padding. */
 struct ampc_product_key {
     int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
     int32_t compute, c_dtype, trans_a, trans_b, epilogue;
     int32_t adds;                   /* 1: beta is not 0 */
-    uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
+    uint8_t align[8];               /* log2 of the alignment of a, b, c, bias, aux, 8 at most */
 };
 /* A call's plan has the first way in place of the epilogue, and how operands and vectors are stored; a product's plan
    has zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
-/* Ways to do a call; the first that cuBLASLt accepts is used. */
+/* Ways to do a call, of which the first that cuBLASLt accepts is used. */
 enum ampc_way {
     AMPC_FUSED,      /* the product with its whole epilogue, in cuBLASLt */
     AMPC_SUMS_APART, /* the same, but kernels compute sums over rows or columns */
@@ -4577,13 +4607,14 @@ enum {
     AMPC_SUMS = 128
 };
 
-/* A call's plan has steps; a product's in cuBLASLt has the rest.  Calls work on copies, which share the layouts. */
+/* A call's plan has steps. The plan of a product in cuBLASLt has the other fields. Calls work on copies, which share
+   the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
     ampc_plan *next;
     ampc_way way;
     int steps;
-    ampc_plan *product;             /* of AMPC_MATMUL; a product's own plan: itself */
+    ampc_plan *product;             /* of AMPC_MATMUL; in a product's plan, the plan itself */
     cublasLtMatrixLayout_t a, b, c; /* of our a, b and c; NULL: from a file and not used yet */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
