@@ -4583,8 +4583,8 @@ struct ampc_product_key {
     int32_t adds;                   /* 1: beta is not 0 */
     uint8_t align[8];               /* log2 of the alignment of a, b, c, bias, aux, 8 at most */
 };
-/* A call's plan has the first way in place of the epilogue, and how operands and vectors are stored; a product's plan
-   has zeros. */
+/* The key of a call's plan has the first way in place of the epilogue, and `around` says how operands and vectors are
+   stored. In the key of a product's plan, `around` is zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
@@ -4633,7 +4633,7 @@ const char *ampc_blas_hint(cublasStatus_t status) {
     }
 }
 
-/* AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
+/* Returns AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
 amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *call, const amp_k_gemm *g) {
     char text[512], shape[160] = "";
     cudaError_t error;
@@ -4695,15 +4695,16 @@ int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
     return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
 }
 
-/* Whether an epilogue can sum into this gradient: it overwrites, in c's dtype; sums to be added or rounded otherwise
-   need fp32. */
+/* Whether an epilogue can sum into this gradient. An epilogue overwrites, in c's dtype. Sums that are to be added or
+   rounded otherwise need fp32. */
 bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
     return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
 }
 
-/* The epilogue of cuBLASLt that does all of g, or -1.  Its activations also apply to beta c, have only GELU's tanh
-   form, in an approximation good enough for 16 bits, and save only the signs of RELU's input; aux must be like c,
-   16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+/* The epilogue of cuBLASLt that does all of g, or -1. The activations of epilogues also apply to beta c. Of GELU they
+   have only the tanh form, in an approximation that is good enough for 16 bits. They save only the signs of RELU's
+   input. aux must be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h,
+   CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
 int ampc_gemm_epilogue(const amp_k_gemm &g) {
     amp_dtype in = ampc_operand_dtype(g.compute);
     bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL,
@@ -4724,8 +4725,8 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
 }
 
-/* The gradient that an epilogue sums into; then its vector: that gradient, scratch memory for it, or a bias.  NULL:
-   none. */
+/* ampc_epilogue_sum is the gradient that an epilogue sums into. ampc_epilogue_vector is the epilogue's vector, which is
+   that gradient, scratch memory for it, or a bias. NULL means that there is none. */
 const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
     return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
 }
@@ -4785,14 +4786,14 @@ enum { AMPC_FP8_TILE = 128, AMPC_FP8_THREADS = 512, AMPC_FP8_MX = 32, AMPC_FP8_H
 
 struct ampc_fp8_head {
     float inverse;                  /* undoes the scale of a tensor; 1 with scales of blocks */
-    uint32_t amax, blocks;          /* the largest magnitude, as bits; of the kernel: that have added theirs */
+    uint32_t amax, blocks;          /* amax: the largest magnitude, as bits; blocks: how many have added theirs */
 };
 __host__ __device__ inline bool ampc_fp8_in_blocks(const amp_k_fp8 &how) {
     return how.scaling == AMP_FP8_BLOCK || how.scaling == AMP_FP8_MX;
 }
 
 struct ampc_fp8_place {
-    int64_t outer, k, blocks;       /* filled up; scales along k */
+    int64_t outer, k, blocks;       /* outer and k are filled up; blocks: scales along k */
     size_t head, scales, bytes;     /* offsets */
 };
 
@@ -4812,7 +4813,8 @@ ampc_fp8_place ampc_fp8_place_of(int64_t outer, int64_t k, const amp_k_fp8 &how)
     return p;
 }
 
-/* What cuBLASLt multiplies operand a or b of a product by; k is filled up, and so are sizes with scales of blocks. */
+/* The scales by which cuBLASLt multiplies operand a or b of a product. k is filled up, and with scales of blocks the
+   other sizes are too. */
 const void *ampc_fp8_scales(const amp_k_gemm &g, int b) {
     const ampc_fp8_place p = ampc_fp8_place_of(b ? g.n : g.m, g.k, *g.fp8[b]);
     return (const char *)(b ? g.b : g.a) + (ampc_fp8_in_blocks(*g.fp8[b]) ? p.scales : p.head);
@@ -4825,7 +4827,7 @@ int32_t ampc_fp8_mode(const amp_k_fp8 &how) {
 }
 #endif
 
-/* Each call makes its own description, which holds addresses: threads share plans. */
+/* Each call makes a new description, because it holds addresses, and threads share plans. */
 cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_plan &plan, const amp_k_gemm &g) {
     cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -4842,7 +4844,7 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
     if (vector != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector, sizeof vector);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.pre, sizeof g.pre);
-    for (int i = 0; i < 2 && g.compute == AMP_FP8; i++) {      /* its A is our b */
+    for (int i = 0; i < 2 && g.compute == AMP_FP8; i++) {      /* cuBLASLt's A is our b */
         const void *scale = ampc_fp8_scales(g, 1 - i);
         set(i ? CUBLASLT_MATMUL_DESC_B_SCALE_POINTER : CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale, sizeof scale);
 #if CUBLAS_VERSION >= 120900
@@ -4864,7 +4866,7 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
+/* Asks cuBLASLt for algorithms. Split sums must not be kept in c's dtype, which would round them. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
@@ -4909,9 +4911,9 @@ amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Takes the algorithm from a file, if it can still run, or else the heuristic's first.  Then nothing is measured, so
-   that every run gives the same bits: sums over k, which many versions refuse or have slow kernels for, are taken
-   apart. */
+/* Takes the algorithm from a file if it can still run, and otherwise the heuristic's first one. In the latter case
+   nothing is measured, so that every run gives the same bits. Sums over k are then taken apart, because many versions
+   of cuBLASLt refuse them or have slow kernels for them. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
     cublasLtMatmulDescOpaque_t product;
@@ -4943,14 +4945,14 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
 }
 
-/* The plan with this key, or NULL.  Called with the lock of the plans held. */
+/* The plan with this key, or NULL. The lock of the plans must be held. */
 ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     ampc_plan *plan = *ampc_plan_slot(dev, key);
     while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
     return plan;
 }
 
-/* Copies the plan with this key and its product's plan; false: there is none. */
+/* Copies the plan with this key and its product's plan. Returns false if there is none. */
 bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out, ampc_plan *product) {
     ampc_locked locked(&dev->blas.lock);
     const ampc_plan *plan = ampc_plan_find(dev, key);
@@ -4983,7 +4985,7 @@ void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     if (known) ampc_plan_free(dev, plan);
 }
 
-/* The current plan of a product with this epilogue. */
+/* Copies the current plan of a product with this epilogue, and makes it first if there is none. */
 amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan *out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
     bool known = ampc_plan_look(dev, key, out, out);
@@ -5008,7 +5010,7 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
     return AMP_OK;
 }
 
-/* The product of a plan.  *done 0: cuBLASLt declines after all. */
+/* Runs the product of a plan. *done is set to false if cuBLASLt declines after all. */
 amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_gemm &g, void *stream, bool *done) {
     ampc_scratch workspace(dev, stream);
     cublasLtMatmulDescOpaque_t product;
@@ -5059,7 +5061,8 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
 
 /* ---- One call.  The planner lists its steps once for all calls that are alike. */
 
-/* Whether cuBLASLt can do a product at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
+/* Whether cuBLASLt can do a product at all. It counts in 32 bits. If alpha is 0, neither a nor b may be read, as in
+   BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m, least = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
@@ -5067,7 +5070,7 @@ bool ampc_gemm_for_library(const amp_k_gemm &g) {
     return most <= INT32_MAX && least > 0 && ampi_is_set(g.alpha);
 }
 
-/* Unused strides become those of a packed matrix. */
+/* Removes what a call does not use. Unused strides become those of a packed matrix. */
 void ampc_gemm_tidy(amp_k_gemm *g) {
     if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
     if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
@@ -5078,10 +5081,11 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
-/* Stands for scratch memory in a plan, to which only its alignment matters. */
+/* Stands for scratch memory in a plan, where only the alignment of that memory matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
-/* Whether a map computes c from a plain product; and that product, in c itself if possible, else in scratch memory. */
+/* ampc_way_maps is whether a map computes c from a plain product. ampc_way_product is the product of a way. A plain
+   product is in c itself if possible, and otherwise in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
     return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
 }
@@ -5094,8 +5098,9 @@ amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     return p;
 }
 
-/* The steps of a way; 0: there is no such way.  product: after the operands' casts.  Vectors must be in c's dtype and
-   16-byte aligned: others, and sums to be added, go through scratch memory. */
+/* The steps of a way, or 0 if there is no such way to do the call. *product is set to the product after the operands'
+   casts. Vectors must be in c's dtype and 16-byte aligned. Other vectors, and sums that are to be added, go through
+   scratch memory. */
 int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     const amp_dtype in = ampc_operand_dtype(args.compute);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
@@ -5119,7 +5124,7 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
-/* The product as the plan sees it: a vector that goes through scratch memory has that memory's alignment. */
+/* The product as the plan sees it. A vector that goes through scratch memory has that memory's alignment. */
 amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
     amp_k_gemm told = product;
     if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
@@ -5131,8 +5136,8 @@ bool ampc_bias_copied(const amp_k_gemm &g) {
     return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0;
 }
 
-/* Takes the steps after the operands' casts; plan: the product's.  *done 0: cuBLASLt declines after all, and nothing is
-   written. */
+/* Takes the steps after the operands' casts. `plan` is the product's plan. *done is set to false if cuBLASLt declines
+   after all, and nothing is written then. */
 amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan,
                          void *stream, bool *done) {
     ampc_scratch vector(dev, stream), wide(dev, stream);
@@ -5163,7 +5168,8 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
 }
 
-/* The planner: finds the first way from `first` on that works.  Until all is measured, the next call plans again. */
+/* The planner finds the first way from `first` on that works. Until everything is measured, the next call plans
+   again. */
 amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call,
                           ampc_plan *plan) {
     ampc_plan_key key = ampc_call_key_of(g, first);
@@ -5215,16 +5221,16 @@ struct ampc_fp8_job {
     amp_mat x;
     amp_k_fp8 how;
     uint8_t *out[2];                /* along x's rows; along its columns; NULL: not wanted */
-    int64_t outer[2], k[2];         /* of these, filled up */
+    int64_t outer[2], k[2];         /* their sizes, filled up */
     ampc_fp8_head *head[2];
     unsigned char *scales;          /* of blocks; `blocks` of them along k, rows of MX's tiles `stride` bytes apart */
     int64_t blocks, stride;
     int row_shift, col_shift, pitch;
 };
-/* MEASURE: only adds to amax in the heads. */
+/* AMPC_FP8_MEASURE only adds to amax in the heads. */
 enum ampc_fp8_kind { AMPC_FP8_MEASURE, AMPC_FP8_TENSOR, AMPC_FP8_BLOCKS };
 
-/* 8 neighbours of a row, 0 beyond the matrix. */
+/* Reads 8 neighbours of a row, which are 0 beyond the matrix. */
 template <int W>
 __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int64_t col, float (&v)[8]) {
     AMPC_UNROLL
@@ -5235,7 +5241,8 @@ __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int
 
 __device__ __forceinline__ uint32_t ampc_magnitude(float x) { return ampi_bits_f32(x) & 0x7fffffffu; }
 
-/* One number, any: finite ones saturate, others keep their kind, and infinities their sign.  A scale may be NaN. */
+/* Rounds one number of any kind. Finite numbers saturate. NaN stays NaN, and infinities keep their sign. E4M3 has no
+   infinity, so they become NaN there. A scale may be NaN. */
 __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool e5m2) {
     const bool finite = ampc_finite(x);
     const uint32_t bits = !finite ? ampi_bits_f32(x) : (scaled & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : scaled;
@@ -5244,7 +5251,7 @@ __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool 
 
 struct ampc_fp8_counts { int saturated, underflowed, nonfinite; };
 
-/* Four numbers times their scales, rounded and counted. */
+/* Multiplies four numbers by their scales, rounds the results and counts them. */
 __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *scale, bool e5m2, ampc_fp8_counts &n) {
     const uint32_t beyond = e5m2 ? 0x47700000u : 0x43e80001u;       /* rounds to more than the largest number */
     uint32_t scaled[4], four = 0;
@@ -5271,7 +5278,8 @@ __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *s
     return four;
 }
 
-/* A block's scale from its amax, as bits; leaves what undoes it where cuBLASLt looks.  outer, block: of the operand. */
+/* Computes a block's scale from its amax, as bits. Stores the factor that undoes the scale where cuBLASLt reads it.
+   `outer` and `block` are positions in the operand. */
 __device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, int64_t all, uint32_t amax,
                                                          int64_t outer, int64_t block) {
     if (j.how.scaling == AMP_FP8_MX) {
@@ -5286,16 +5294,16 @@ __device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, 
     return scale;
 }
 
-/* The largest magnitudes of a tile's blocks into `most`, then their scales, as bits. */
+/* Finds the largest magnitudes of a tile's blocks in `most`, and then replaces them by the blocks' scales, as bits. */
 __device__ __forceinline__ void ampc_fp8_blocks(const ampc_fp8_job &j, const float (&v)[4][8], int64_t row0,
                                                 int64_t col0, uint32_t *most) {
     const unsigned t = threadIdx.x, row = t / 16 * 4, col = t % 16 * 8, pitch = (unsigned)j.pitch;
     const int count = (128 >> j.row_shift) * j.pitch;
-    const bool columns = j.out[0] == NULL;      /* k lies along them */
+    const bool columns = j.out[0] == NULL;      /* k lies along the columns */
     uint32_t whole = 0;
     if ((int)t < count) most[t] = 0;
     __syncthreads();
-    if (j.col_shift == 0) {         /* columns with scales of their own; the warp's other half has the next rows */
+    if (j.col_shift == 0) {         /* each column has a separate scale; the warp's other half has the next rows */
         AMPC_UNROLL
         for (int c = 0; c < 8; c++) {
             uint32_t m = 0;
@@ -5328,7 +5336,7 @@ __device__ __forceinline__ void ampc_fp8_blocks(const ampc_fp8_job &j, const flo
     __syncthreads();
 }
 
-/* A tile's bytes, transposed in shared memory, to their columns. */
+/* Transposes a tile's bytes in shared memory, and writes them along its columns. */
 __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint32_t (&q)[4][2], int64_t row0,
                                                int64_t col0, uint32_t *turned) {
     const unsigned t = threadIdx.x;
@@ -5356,7 +5364,8 @@ __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     return ampi_fp8_margin_scale(head->amax, j.how.dtype, delayed ? j.how.margin : 0);
 }
 
-/* A block's largest magnitude for the history; the last block adds the tensor's, if it is finite. */
+/* Adds a block's largest magnitude to the tensor's. The last block adds the tensor's largest magnitude to the history,
+   if it is finite. */
 __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_t amax) {
     ampc_fp8_head *head = j.head[0] ? j.head[0] : j.head[1];
     atomicMax(&head->amax, amax);
@@ -5366,7 +5375,7 @@ __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_
     if (amax < 0x7f800000u) atomicMax(j.how.amax, amax);
 }
 
-/* Casts, transposes and takes amax in one pass: a block's tile is 128 x 128, a thread's 4 x 8 of it. */
+/* Casts, transposes and takes amax in one pass. A block has a tile of 128 x 128, and a thread 4 x 8 of it. */
 template <int W, ampc_fp8_kind KIND>
 __global__ void __launch_bounds__(AMPC_FP8_THREADS, KIND == AMPC_FP8_MEASURE ? 2 : 1)
 ampc_fp8_kernel(ampc_fp8_job j, ampc_divisor across, int64_t tiles) {
@@ -5449,9 +5458,9 @@ template <ampc_fp8_kind KIND> amp_result ampc_fp8_launch(ampc_device *dev, const
                        ampc_grid(dev, down * across, 2), AMPC_FP8_THREADS, 0, stream, j, across, down * across);
 }
 
-/* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns; NULL: not wanted.
-   With scales of blocks one of them.  Blocks are read once, and so is x if its scale is delayed; its current scale is
-   known when all of x has been read, so that takes a second pass. */
+/* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns. NULL means that one is
+   not wanted. With scales of blocks, only one of them may be wanted. Blocks are read once, and so is x if its scale is
+   delayed. A current scale is known only when all of x has been read, so it takes a second pass. */
 amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat &x, void *rows, void *columns,
                           void *stream) {
     void *const to[2] = {rows, columns};
@@ -5473,7 +5482,8 @@ amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat 
     return ampc_fp8_launch<AMPC_FP8_TENSOR>(dev, j, stream);
 }
 
-/* An operand's numbers as bf16, with the scales of blocks undone, and of a tensor's what the factor cannot hold. */
+/* Writes an operand's numbers as bf16. Scales of blocks are undone. Of a tensor's scale, only the part that the factor
+   cannot hold is undone. */
 __global__ void __launch_bounds__(256)
 ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k_fp8 how, ampc_divisor by_k,
                       int64_t total) {
@@ -5500,19 +5510,20 @@ ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k
     }
 }
 
-/* What undoes an operand's scale, but for what its copy in bf16 has. */
+/* The factor that undoes an operand's scale, without the part that is undone in its copy in bf16. */
 __device__ __forceinline__ double ampc_fp8_undo(const void *head) {
     const float inverse = ((const ampc_fp8_head *)head)->inverse;
     return ampc_mul((double)inverse, (double)ampi_power_of_2(-ampi_fp8_spread(inverse)));
 }
-/* What a product of tensors in bf16 is multiplied by, as on the CPU. */
+/* Computes the factor by which a product of tensors in bf16 is multiplied, in the same way as on the CPU. */
 __global__ void ampc_fp8_factor_kernel(float alpha, const void *head_a, const void *head_b, float *factor) {
     *factor = (float)ampc_mul(ampc_mul((double)alpha, ampc_fp8_undo(head_a)), ampc_fp8_undo(head_b));
 }
 
-/* The product of rounded operands in cuBLASLt: g has them, and c; *done 0: it declines.  Its vectors are like c.  It
-   multiplies by both scales in fp32.  Where their product is beyond that, c is infinite or NaN, so a scaler skips the
-   step; where it is below 2^-126, each of c's numbers is off by k 2^-108 at most. */
+/* Multiplies rounded operands in cuBLASLt. g has the operands and c. *done is set to false if cuBLASLt declines.
+   Vectors are in c's dtype. cuBLASLt multiplies by both scales in fp32. Where the scales' product is too large for
+   fp32, c is infinite or NaN, so a scaler skips the step. Where it is below 2^-126, each of c's numbers is off by k
+   2^-108 at most. */
 amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *stream, bool *done) {
     ampc_scratch vector(dev, stream);
     const bool cast = g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias));
@@ -5530,7 +5541,8 @@ amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *
     return AMP_OK;
 }
 
-/* The same in bf16, into g.c, which is fp32; *factor: by which it must be multiplied. */
+/* Does the same in bf16, into g.c, which is fp32. `factor` is set to the number by which the result must be
+   multiplied. */
 amp_result ampc_fp8_emulated(ampc_device *dev, const amp_k_gemm &g, ampc_scratch &factor, void *stream) {
     ampc_scratch wide(dev, stream);
     const ampc_fp8_place a = ampc_fp8_place_of(g.m, g.k, *g.fp8[0]), b = ampc_fp8_place_of(g.n, g.k, *g.fp8[1]);
@@ -5559,14 +5571,14 @@ bool ampc_fp8_has(const ampc_device *dev, const amp_k_gemm &g) {
     }
 }
 
-/* Whether cuBLASLt can write c itself: its columns are 16 bytes long and apart, and with blocks of scales nothing is
-   filled up. */
+/* Whether cuBLASLt can write c itself. c must be aligned to 16 bytes, and the length of its rows and their distance
+   must be multiples of 16 bytes. With AMP_FP8_BLOCK, m and n must not have been filled up. */
 bool ampc_fp8_direct(const amp_k_gemm &g) {
     const bool blocks = g.fp8[0]->scaling == AMP_FP8_BLOCK;
     return ampc_aligned(g.c, (g.n | g.ldc) * ampc_dtype_size(g.c_dtype)) && (!blocks || (g.m | g.n) % 16 == 0);
 }
-/* The epilogue that does all of g, or -1.  No document names one for FP8 that writes aux matrices, nor any with scales
-   of blocks; the bias of an fp32 result would be bf16. */
+/* The epilogue that does all of g, or -1. No document names an epilogue for FP8 that writes aux matrices, nor any with
+   scales of blocks. The bias of an fp32 result would be bf16. */
 int ampc_fp8_epilogue(amp_k_gemm g) {
     if (g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL) return CUBLASLT_EPILOGUE_DEFAULT;
     if (ampc_fp8_in_blocks(*g.fp8[0]) || g.pre != NULL || g.c_dtype == AMP_F32) return -1;
@@ -5574,7 +5586,7 @@ int ampc_fp8_epilogue(amp_k_gemm g) {
     return ampc_gemm_epilogue(g);
 }
 
-/* The product of operands that are rounded, p, which has g's sizes, alpha, beta and c. */
+/* Does the call g. `p` has its operands, rounded, and g's sizes, alpha, beta and c. */
 amp_result ampc_fp8_product(ampc_device *dev, const amp_k_gemm &g, amp_k_gemm p, void *stream) {
     ampc_scratch wide(dev, stream), factor(dev, stream);
     bool native = ampc_fp8_has(dev, g) && ampc_gemm_for_library(p), done = false;
@@ -5595,8 +5607,8 @@ bool ampc_fp8_is_rounded(amp_dtype dtype) { return dtype == AMP_E4M3 || dtype ==
 /* Whether an operand's k lies along its rows. */
 bool ampc_fp8_along(const amp_k_gemm &g, int b) { return b ? g.trans_b != 0 : g.trans_a == 0; }
 
-/* Rounds operand a or b, unless gemm_pack or the product before did; if both products of a pair take it, in both
-   directions. */
+/* Rounds operand a or b, unless gemm_pack or the previous product did. If both products of a pair take the operand, it
+   is rounded in both directions. */
 amp_result ampc_fp8_operand(ampc_device *dev, const amp_k_gemm &g, int b, ampc_scratch &own, const void **out,
                             void *stream) {
     amp_k_gemm stored = g;
@@ -5637,8 +5649,8 @@ amp_result ampc_fp8_update(void *device, const amp_k_fp8_update *args, void *str
                        64, 0, stream, *args);
 }
 
-/* If two products read an operand in both directions, the first rounds it for both; scales of blocks differ with the
-   direction. */
+/* If two products read an operand in both directions, the first product rounds it for both. Scales of blocks differ
+   with the direction, so such operands are not shared. */
 amp_result ampc_fp8_reserve(ampc_device *dev, amp_k_gemm *args) {
     ampc_scratch scratch(dev, NULL);
     for (int i = 0; i < 4 && scratch.data == NULL; i++) {
@@ -5667,7 +5679,7 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
-/* If two products read an operand that must be cast, the first casts it for both. */
+/* If two products read an operand that must be cast, the first product casts it for both. */
 amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
     ampc_device *dev = (ampc_device *)device;
     amp_dtype in = ampc_operand_dtype(args->compute);
@@ -5704,15 +5716,15 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
-/* The buffers of a product, `sets` times, so that the next run does not read from the cache; the last set holds the
-   correct results. */
+/* The buffers of a product. There are `sets` of them, so that the next run does not read from the cache. The last set
+   holds the correct results. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
-    amp_k_gemm g;                   /* the caller's */
+    amp_k_gemm g;                   /* the caller's product */
     ampc_plan *plan;
-    size_t bytes;                   /* of one set */
-    int sets, timed;                /* timed: the sets that runs alternate between */
+    size_t bytes;                   /* bytes of one set */
+    int sets, timed;                /* timed: how many sets the runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
@@ -5723,7 +5735,8 @@ struct ampc_tuning {
 int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
-/* The product on set i: consecutive buffers, each aligned as the caller's; *bytes: their total. */
+/* The product on set i. Its buffers are consecutive, and each is aligned as the caller's is. *bytes is set to their
+   total. */
 amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     amp_k_gemm g = t->g;
     uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
@@ -5743,7 +5756,7 @@ amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     return g;
 }
 
-/* Whole numbers from -2 to 2, or ones. */
+/* Fills an array with whole numbers from -2 to 2, or with ones. */
 __global__ void __launch_bounds__(256)
     ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -5769,7 +5782,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
     ampc_count(wrong, found, scratch);
 }
 
-/* Inputs of a set; c is 0, so that beta changes nothing. */
+/* Fills the inputs of a set. c is 0, so that beta changes nothing. */
 amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     amp_k_gemm g = ampc_tune_set(t, i);
     const struct { const void *p; int64_t n; amp_dtype dtype; } inputs[] = {
@@ -5784,7 +5797,7 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* right: sets of correct results */
+/* Takes the memory of the sets, fills the inputs, and makes the events. All sets but the last are for timing. */
 amp_result ampc_tune_open(ampc_tuning *t) {
     int64_t sets;
     (void)ampc_tune_set(t, 0, &t->bytes);
@@ -5802,13 +5815,14 @@ amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs 
     return g;
 }
 
-/* The product with its epilogue, by the measured plan. */
+/* Runs the product with its epilogue, by the measured plan. */
 amp_result ampc_tune_trial(const ampc_tuning *t, const amp_k_gemm &g, bool *done) {
     amp_k_gemm product;
     return ampc_gemm_run(t->dev, g, AMPC_FUSED, ampc_way_steps(g, AMPC_FUSED, &product), *t->plan, t->stream, done);
 }
 
-/* Adds to *wrong the differences between the outputs of sets i and j.  cuBLASLt approximates GELU. */
+/* Adds to *wrong the number of outputs that differ between sets i and j. GELU's may differ a little, because cuBLASLt
+   approximates it. */
 amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
     amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
     const amp_k_gradient *xs = ampc_epilogue_sum(x), *ys = ampc_epilogue_sum(y);
@@ -5842,7 +5856,7 @@ void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &foun
     plan->refused = 0;
 }
 
-/* *right false: the result of the plan's algorithm differs from the last set's. */
+/* Sets *right to false if the result of the plan's algorithm differs from the last set's. */
 amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     ampc_scratch count(t->dev, t->stream);
     unsigned long long wrong = 0;
@@ -5858,7 +5872,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     return AMP_OK;
 }
 
-/* Finds the correct algorithms, on ones and on other numbers. */
+/* Finds the algorithms that are correct, both on ones and on other numbers. */
 amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
         all->right[i] =
@@ -5880,8 +5894,8 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* The time of `products` in a row, the first on set i.  The stream is kept busy until all are queued: the host takes
-   longer to launch a small product than the GPU to run it. */
+/* Measures the time of so many products in a row, the first on set i. The stream is kept busy until all are queued,
+   because the CPU takes longer to launch a small product than the GPU takes to run it. */
 amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
     bool done = false;
     AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream,
@@ -5905,7 +5919,7 @@ amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
         double one = 0;
         int at = i;
         AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
-        if (i < 0 && one > 1e-3) products = 1;  /* long enough alone */
+        if (i < 0 && one > 1e-3) products = 1;  /* one is long enough */
         if (i < 0) continue;
         one /= products;
         for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
@@ -5926,7 +5940,8 @@ void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char
 /* An algorithm must take less than this share of the first one's time to replace it. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Times the correct algorithms: *best is the fastest, or 0 if it gains little; -1: none is correct. */
+/* Times the correct algorithms. *best is set to the fastest one, to 0 if the fastest gains little over the first, or to
+   -1 if none is correct. */
 amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
     char what[96];
     *best = -1;
@@ -5946,7 +5961,7 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* Leaves the best choice in the plan; refused if no algorithm is correct. */
+/* Leaves the best choice in the plan, which is refused if no algorithm is correct. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
@@ -5978,13 +5993,13 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Measures a plan; without enough memory it stays as it was.  The memory goes back to CUDA: it may be much.
-   plan: the caller's copy, which others see once it is measured. */
+/* Measures a plan. Without enough memory the plan stays as it was. The memory goes back to CUDA afterwards, because it
+   may be much. `plan` is the caller's copy; other threads see its findings once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
-    /* a set has its own bias, in the dtype of the copy if steady steps have one */
+    /* each set has a separate bias, in the dtype of the copy if steady steps have one */
     amp_k_gemm alone = g;
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
@@ -6059,7 +6074,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     return bytes;
 }
 
-/* NULL, or why these bytes cannot be used. */
+/* Returns NULL, or why these bytes cannot be used. */
 const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
     ampc_plans_head own = ampc_plans_head_of(dev);
     if (head.format != own.format || head.entry != own.entry) return "their format is of another version";
@@ -6099,7 +6114,7 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     return AMP_OK;
 }
 
-/* Matrices are used unpacked, but for FP8, where packing rounds them. */
+/* Matrices are used unpacked, except for FP8, where packing rounds them. */
 size_t ampc_gemm_pack_size(void *, const amp_k_pack *args) {
     return args->compute == AMP_FP8 ? ampc_fp8_place_of(args->n, args->k, *args->fp8).bytes : 0;
 }
@@ -6126,7 +6141,7 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *args, void *packed, vo
 
 #if AMPC_TENSOR_CORES
 
-/* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
+/* c += a b, where a is 16 x 16 and b is 16 x 8, each as a fragment. */
 template <bool BF16>
 __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(__CUDA_ARCH__)
@@ -6145,7 +6160,7 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 #endif
 }
 
-/* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
+/* Loads four 8 x 8 matrices from shared memory. Lane 8 i + j gives the address of row j of matrix i. */
 __device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -6174,8 +6189,8 @@ __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) {
     return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128;
 }
 
-/* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on,
-   become 0. */
+/* Starts to copy ROWS rows of `dim` numbers, which are `stride` bytes apart. Numbers from dim on, and rows from `count`
+   on, become 0. */
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim,
                                                 int count) {
@@ -6189,7 +6204,8 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
-/* 16 M rows of D numbers as left operands of products, held in registers (HELD) or loaded for each product. */
+/* 16 M rows of D numbers, which are left operands of products. They are held in registers (HELD), or loaded for each
+   product. */
 template <int D, int M, bool HELD> struct ampc_tile_rows {
     uint32_t x[HELD ? D / 16 : 1][M][4];
     const unsigned char *rows;
@@ -6201,14 +6217,14 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
         AMPC_UNROLL
         for (int m = 0; m < M; m++) ampc_matrix_load(to[m], ampc_tile_on(from, 2 * k) + m * 32 * D);
     }
-    /* `tile` holds the rows; if not HELD, until the last product. */
+    /* `tile` holds the rows. Without HELD, it must hold them until the last product. */
     __device__ __forceinline__ explicit ampc_tile_rows(const unsigned char *tile) : rows(tile) {
         AMPC_UNROLL
         for (int k = 0; k < (HELD ? D / 16 : 0); k++) load(x[k], at(tile), k);
     }
 };
 
-/* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
+/* c = a b^T, where a has 16 M rows and b has 8 N rows of D numbers. */
 template <int D, bool BF16, int M, int N, bool HELD>
 __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a,
                                                  const unsigned char *b) {
@@ -6243,8 +6259,8 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
-/* c += w b: w are 16 M x 8 N weights in the layout of ampc_tile_scores, rounded to 16 bits; b are 8 N rows of D
-   numbers. */
+/* c += w b, where w is 16 M x 8 N weights in the layout of ampc_tile_scores, and b has 8 N rows of D numbers. The
+   weights are rounded to 16 bits. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
                                                 const unsigned char *b) {
@@ -6273,8 +6289,8 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits and writes the first `dim` numbers of the first `count` rows;
-   scratch: the warp's part of a tile. */
+/* Rounds factor times 16 M rows of results to 16 bits, and writes the first `dim` numbers of the first `count` rows.
+   `scratch` is the warp's part of a tile. */
 template <int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2],
                                                 unsigned char *scratch, void *to, int64_t stride, int dim, int count) {
@@ -6314,27 +6330,28 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
    of dq.  Blocks that own keys compute dk and dv.  Blocks that own queries compute the weights again and dq.  That is 7
    products, where one pass that sums dq over blocks takes 5.  In return, no weight goes through memory. */
 
-/* From this size on, rounding a maximum in powers of 2 is no longer negligible: it is subtracted before the scores are
-   scaled. */
+/* From this size on, the rounding of a maximum in powers of 2 is no longer negligible. Such a maximum is subtracted
+   before the scores are scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
-/* A row's maximum is followed when it has grown by more than this power of 2, which seldom happens after the first
-   tiles; until then weights may be above 1, and o and the sums need not shrink: FlashAttention-4's conditional
-   rescaling. */
+/* Weights follow a row's maximum only when it has grown by more than this power of 2. That seldom happens after the
+   first tiles. Until it happens, weights may be above 1, and o and the sums need not shrink. This is FlashAttention-4's
+   conditional rescaling. */
 #define AMPC_FLASH_LAG 8.0f
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_OWN = 128,           /* rows of a block */
-    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
+    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, and keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
-    AMPC_SWEEP_BYTES = 512          /* at the end of a block's shared memory: its ampc_sweep */
+    AMPC_SWEEP_BYTES = 512          /* for a block's ampc_sweep, at the end of its shared memory */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-/* A pass for heads of D numbers: its threads, its blocks per multiprocessor, the rows of the other side's tile and how
-   many of them go through the products at a time, the own operands held in registers.  Each of four warps has 32 own
-   rows, each of eight 16.  A pass's sums take most of its registers: dk and dv leave no room for k and v.
-   Forward gains more from a third block, or from more columns, than from q in registers. */
+/* A pass for heads of D numbers. `threads` are those of a block, and `blocks` those per multiprocessor. `tile` is how
+   many rows a tile of the other side has, and `columns` is how many of them go through the products at a time. `held`
+   is how many of the own operands are held in registers. With four warps, each has 32 own rows, and with eight, each
+   has 16. A pass's sums take most of its registers, and dk and dv leave no room for k and v. Forward gains more from a
+   third block, or from more columns, than from q in registers. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
     if (pass == AMPC_FORWARD)
@@ -6356,7 +6373,7 @@ __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pa
 /* A head and the rows of it that a block owns. */
 struct ampc_flash_place { int b, h, tile; };
 
-/* One operand; strides in bytes. */
+/* One operand, with strides in bytes. */
 struct ampc_flash_operand {
     char *data;
     int64_t batch, row, head;
@@ -6367,16 +6384,17 @@ struct ampc_flash_operand {
 #endif
 };
 
-/* An arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
-   zeros to a multiple of 128 keys; strides in words. */
+/* An arbitrary mask as bits. Bit j % 32 of word j / 32 of a row says whether key j is visible. Rows are padded with
+   zeros to a multiple of 128 keys. Strides are in words. */
 struct ampc_flash_bits {
-    uint32_t *data;                 /* NULL: another mask */
+    uint32_t *data;                 /* NULL: the mask is of another kind */
     int64_t batch, head, row;
 };
 
-/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v,
-   others q, do, out dk, dv.  Blocks are numbered so that `together` heads, whose operands fit the L2 cache, come in
-   sequence, beginning with the tiles that see most: the last queries, the first keys. */
+/* One launch. In AMPC_FORWARD, own is q, others are k and v, and out is o. In AMPC_TO_QUERIES, own are q and do, others
+   are k and v, and out is dq. In AMPC_TO_KEYS, own are k and v, others are q and do, and out are dk and dv. Blocks are
+   numbered so that `together` heads, whose operands fit the L2 cache, come in sequence. The sequence begins with the
+   tiles that see most, which are the last queries or the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
@@ -6392,31 +6410,32 @@ struct ampc_flash_call {
 
 #if AMPC_TENSOR_CORES
 
-/* The keys that query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), in the query's document and
-   set in the bits. */
+/* The keys that query i sees. They are those with low(i) <= j < high(i), where both bounds grow with i, and those with
+   j < first(i). Of these, query i sees the keys in its document that are set in the bits. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
-    /* global positions; the same as queries, if the mask looks both ways; see first */
+    /* globals: global positions; global_queries: as many if the mask looks both ways, else 0; ahead: see
+       first_globals */
     int globals, global_queries, ahead;
-    bool special;                   /* there is more than low and high */
-    const int32_t *documents;       /* of the keys; NULL: one document */
+    bool special;                   /* low and high alone do not decide */
+    const int32_t *documents;       /* per key; NULL: one document */
     const uint32_t *bits;           /* of the head; NULL: all visible */
     int64_t words;                  /* of a row of bits */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
-    /* The global keys that query i may see, and all keys of a global query. */
+    /* first_globals is how many global keys query i may see. For a global query, first is the number of all keys. */
     __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
     __device__ int first(int i) const {
         return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i);
     }
-    /* The first query whose high, or whose low, is beyond key j; FAR: none. */
+    /* The first query whose high, or whose low, is beyond key j, or AMPC_FLASH_FAR if there is none. */
     __device__ int sees_beyond(int j) const {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
     }
     __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
-    /* The document of the key or query at a position; beyond them any. */
+    /* The document of the key or query at a position. Beyond them it is any document. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
-    /* The bits of the 32 keys around key j; beyond the queries any. */
+    /* The bits of the 32 keys around key j. Beyond the queries they are any bits. */
     __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
         return (j < first(i) || (j >= low(i) && j < high(i))) &&
@@ -6450,7 +6469,7 @@ __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, cons
     return s;
 }
 
-/* The least and the largest document number at n positions, by all lanes of a warp. */
+/* Finds the least and the largest document number at n positions. All lanes of a warp must call it. */
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int n, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
@@ -6464,7 +6483,8 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
     most = __reduce_max_sync(0xffffffffu, most);
 }
 
-/* Whether some and whether all of the bits of n queries and of `columns` keys are set, by all lanes of a warp. */
+/* Finds whether some and whether all of the bits of n queries and of `columns` keys are set. All lanes of a warp must
+   call it. */
 __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some,
                                                bool &all) {
     some = false;
@@ -6485,7 +6505,8 @@ __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, in
 
 enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
 
-/* On the other side, only [some_from, some_to) is visible to any row, and all of [all_from, all_to) to all rows. */
+/* On the other side, only [some_from, some_to) is visible to any row, and all of [all_from, all_to) is visible to all
+   rows. */
 struct ampc_reach { int some_from, some_to, all_from, all_to; };
 
 /* The reach of the queries or keys [from, to). */
@@ -6522,14 +6543,14 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
     return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
 }
 
-/* A block's own queries or keys, from row `own` on, and its path over the other side.  In shared memory, because the
-   loop has no registers to spare. */
+/* A block's own queries or keys, from row `own` on, and its path over the other side. It is in shared memory, because
+   the loop has no registers to spare. */
 template <bool KEYS> struct ampc_sweep {
-    ampc_reach warps[8][2], block[2];   /* by the band, through global positions */
+    ampc_reach warps[8][2], block[2];   /* [0]: by the band; [1]: through global positions */
     ampc_flash_place place;
     ampc_band band;
-    int own, tile, first, end;      /* rows of a tile; first, end: of the other side */
-    /* By one thread of each warp. */
+    int own, tile, first, end;      /* tile: its rows; first, end: of the other side */
+    /* One thread of each warp calls this. */
     __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows) {
         const int warp = (int)threadIdx.x / 32;
         const ampc_flash_place here = ampc_flash_here(a, !KEYS);
@@ -6550,7 +6571,7 @@ template <bool KEYS> struct ampc_sweep {
         first = first / tile * tile;
         end = min(max(near.some_to, global.some_to), KEYS ? a.queries : a.keys);
     }
-    /* How the rows [from, from + n), of these reaches, see the columns [other, other + columns). */
+    /* How the rows [from, from + n), which have these reaches, see the columns [other, other + columns). */
     __device__ __forceinline__ int state(const ampc_reach (&r)[2], int from, int n, int other, int columns) const {
         int to = other + columns, least[2], most[2];
         bool hidden = other >= r[0].some_to || to <= r[0].some_from, open = other >= r[0].all_from && to <= r[0].all_to;
@@ -6570,7 +6591,8 @@ template <bool KEYS> struct ampc_sweep {
         if (most[0] < least[1] || most[1] < least[0]) return AMPC_HIDDEN;
         return open && min(least[0], least[1]) == max(most[0], most[1]) ? AMPC_OPEN : AMPC_PARTLY;
     }
-    /* The next tile from `other` on that is not hidden; end or beyond: none.  Global positions come before the band. */
+    /* The next tile from `other` on that is not hidden. If there is none, it is `end` or more. Global positions come
+       before the band. */
     __device__ __forceinline__ int next(int other) const {
         if (!band.special) return other;
         if (other >= block[1].some_to) other = max(other, block[0].some_from / tile * tile);
@@ -6580,7 +6602,7 @@ template <bool KEYS> struct ampc_sweep {
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* The part of hide by the bits; mine and other are the lane's. */
+    /* The part of `hide` for the bits. `mine` and `other` are the lane's. */
     template <int M, int N>
     __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                                float value) const {
@@ -6600,7 +6622,8 @@ template <bool KEYS> struct ampc_sweep {
             }
         }
     }
-    /* Sets hidden elements of x and y, rows from `mine` on and columns from `other` on, to `value`. */
+    /* Sets hidden elements of x and y to `value`. Their rows are those from `mine` on, and their columns those from
+       `other` on. */
     template <int M, int N>
     __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                          float value) const {
@@ -6608,7 +6631,7 @@ template <bool KEYS> struct ampc_sweep {
         mine += lane / 4;
         other += lane % 4 * 2;
         AMPC_UNROLL
-        for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
+        for (int k = 0; k < 4 * M * N; k++) {           /* along keys, so that a query's bounds are needed once */
             int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
             int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column,
                 i = KEYS ? column : row;
@@ -6652,7 +6675,7 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
     }
-    /* How many of this lane's numbers are within dim; may be negative. */
+    /* How many of this lane's numbers are within dim, which may be negative. */
     static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
     __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
@@ -6680,8 +6703,8 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The exponent of 2 of a score's weight, at most `most`.  stat: the maximum or log-sum-exp to subtract, in powers of 2
-   while its rounding is negligible, else twice itself. */
+/* The exponent of 2 of a score's weight, at most `most`. `stat` is the maximum or log-sum-exp to subtract. It is given
+   in powers of 2 while its rounding is negligible, and otherwise as twice itself. */
 __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat,
                                                   float most = 0.0f) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
@@ -6689,7 +6712,8 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
     return x > most ? most : x;
 }
 
-/* Row `mine` of the results; stats: of the other side's queries in TO_KEYS, else of this query. */
+/* Computes row `mine` of the results. `stats` are those of the other side's queries in AMPC_TO_KEYS, and of this query
+   otherwise. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
                                                          const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep, int mine,
@@ -6728,9 +6752,10 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 
 /* ---- Forward */
 
-/* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
-   2018), here by more than AMPC_FLASH_LAG.  `max` are maxima of raw scores; a row without visible keys so far has
-   -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's latency. */
+/* Turns raw scores into exp(scaled score - running maximum). When the maximum grows, here by more than AMPC_FLASH_LAG,
+   o and the sums shrink (Milakov and Gimelshein 2018). `max` are maxima of raw scores. A row without visible keys so
+   far has -inf, and weights of 0. Each step is done for all rows before the next, so that they hide each other's
+   latency. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
                                                           float (&sum)[M][2], float (&o)[M][D / 8][4]) {
@@ -6792,8 +6817,8 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
     }
 }
 
-/* Sums become o's factors, and `max` the stats of ampc_flash_power; the log-sum-exp of rows below `left` goes to lse if
-   there is one. */
+/* Turns sums into o's factors, and `max` into the stats of ampc_flash_power. The log-sum-exp of rows below `left` is
+   written to lse, unless lse is NULL. */
 template <int M>
 __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2],
                                                      float *lse, int left) {
@@ -6843,7 +6868,8 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
         ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
-/* A loop that the compiler takes for one, even if it has one turn, needs fewer registers; on 8.0 it needs more. */
+/* Hides from the compiler that a loop may have only one turn. The code of a loop needs fewer registers than straight
+   code, but on 8.0 it needs more. */
 __device__ __forceinline__ int ampc_flash_step(int columns) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
     return columns;
@@ -6912,8 +6938,9 @@ ampc_flash_rows(ampc_flash_call a) {
 /* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
    the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
-/* lse and delta of all queries, LANES threads per row, V numbers at a time: 8 for the tensor cores, with lse in their
-   form.  Queries that see nothing and padding rows get lse = infinity, which makes their p and ds 0. */
+/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time. V is 8 for the tensor
+   cores, and lse is then as ampc_flash_power takes it. Queries that see nothing and padding rows get lse = infinity,
+   which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
@@ -6961,7 +6988,8 @@ __device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const fl
     if (i < n) ampc_copy_async(scratch + i, stats + i, true);
 }
 
-/* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
+/* Turns scores into p, and do v^T into ds. `stats` are those of the columns if the columns are the queries, and
+   otherwise of the warp's rows. */
 template <bool KEYS, int M, int N>
 __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4],
                                                   const float2 *stats) {
@@ -6989,7 +7017,7 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
     }
 }
 
-/* Writes the warp's rows of the results, of `rows`. */
+/* Writes the warp's rows of the results, which have `rows` rows. */
 template <ampc_flash_pass PASS, int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
@@ -7032,7 +7060,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     if (threadIdx.x % 32 == 0) sweep->open(a, T);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
-    /* of the tiles' queries, or of the own ones */
+    /* the stats of the tiles' queries, or of the own queries */
     float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
@@ -7090,7 +7118,7 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
     return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
 }
 
-/* Whether the kernels can take its rows as they are: in pieces of 16 bytes. */
+/* Whether the kernels can take the rows of the call as they are, in pieces of 16 bytes. */
 bool ampc_flash_fits(const amp_k_attention &a) {
     return a.dim % 8 == 0 && ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
            ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
@@ -7168,7 +7196,8 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* Packs an arbitrary mask into scratch memory, once if sequences or heads share it; other masks need no bits. */
+/* Packs an arbitrary mask into scratch memory, and only once if sequences or heads share it. Other masks need no
+   bits. */
 amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream,
                            ampc_scratch *scratch, ampc_flash_bits *bits) {
     const amp_mask &mask = a.mask;
@@ -7205,7 +7234,7 @@ struct ampc_heads_copies {
     int count;
 };
 
-/* pieces: of 8 numbers in a row. */
+/* `pieces` is how many pieces of 8 numbers a row has. */
 __global__ void __launch_bounds__(256)
     ampc_copy_heads(ampc_heads_copies copies, int64_t batch, ampc_divisor heads, ampc_divisor pieces) {
     for (int k = 0; k < copies.count; k++) {
@@ -7221,7 +7250,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* A call with its rows copied where that has to be, for as long as this lives. */
+/* A call whose rows are copied where that is necessary. The copies exist as long as this object does. */
 struct ampc_filled_heads {
     ampc_device *dev;
     amp_k_attention a;
@@ -7229,7 +7258,7 @@ struct ampc_filled_heads {
     void *stream;
     ampc_scratch memory;
     ampc_heads_copies in, out;
-    int64_t used;                   /* numbers of the memory */
+    int64_t used;                   /* numbers of the memory that are taken */
     ampc_filled_heads(ampc_device *d, const amp_k_attention &given, const char *call, void *s)
         : dev(d), a(given), name(call), stream(s), memory(d, s), in(), out(), used(0) {}
     int64_t filled() const { return ampc_blocks(a.dim, 8) * 8; }
@@ -7264,7 +7293,7 @@ struct ampc_filled_heads {
         a.dim = filled();
         return run(in);
     }
-    /* result: of the kernels. */
+    /* `result` is that of the kernels. */
     amp_result close(amp_result result) const { return result == AMP_OK && out.count > 0 ? run(out) : result; }
 };
 
@@ -7325,14 +7354,15 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, v
 
 enum { AMPC_ATTENTION_PER_SM = 2 };
 
-/* A block's work: rows from i0 and columns from c0 on of a head. */
+/* A block's work, which is the rows from i0 on and the columns from c0 on of a head. */
 struct ampc_attention_item { int64_t b, h, i0, c0; };
 
 /* Where a head of a tensor starts. */
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
 }
-/* A head as an operand: its rows, for products along columns; or its columns from c0 on, along rows. */
+/* A head as an operand. ampc_head_rows has its rows, for products along columns. ampc_head_columns has its columns from
+   c0 on, for products along rows. */
 __device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i,
                                                        const void *data, const int64_t (&stride)[3], int64_t rows) {
     return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
@@ -7357,8 +7387,8 @@ struct ampc_attention_scratch {
     ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
 
-/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that tiles at the same place, which cost
-   the same, run together.  In shared memory, to leave the registers to sums. */
+/* Sets the block's next item. A tile has `groups` items of 64 N columns. Heads vary fastest, so that tiles at the same
+   place, which cost the same, run together. The item is in shared memory, to leave the registers to sums. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups,
                                                      int64_t tiles, bool last_first, ampc_attention_scratch *scratch) {
@@ -7370,7 +7400,8 @@ __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, i
     __syncthreads();
 }
 
-/* The queries from `query` on; those beyond the last see nothing. */
+/* Looks up what the 64 queries from `query` on see, and their lse and delta. Queries beyond the last one see
+   nothing. */
 __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float2 *stats,
                                                     ampc_attention_scratch *scratch) {
     const ampc_attention_item &item = scratch->item;
@@ -7400,8 +7431,8 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
     __syncthreads();
 }
 
-/* Bit 4 i + j: this thread's owned row i and other row j see each other.  The current keys start at `key`.
-   KEYS: they are the owned rows. */
+/* Bit 4 i + j says whether this thread's owned row i and other row j see each other. The current keys start at `key`.
+   With KEYS, they are the owned rows. */
 template <bool KEYS>
 __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
     int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
@@ -7440,8 +7471,8 @@ __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_
     }
 }
 
-/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 gives 0, even times
-   the infinities and NaN that hidden rows may hold. */
+/* Adds to `sum` the weights times rows [begin, begin + 64) of z, which has `rows` rows. Under a mask a weight of 0
+   gives 0, even times the infinities and NaN that hidden rows may hold. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
                                                    ampc_attention_scratch *scratch, float (&sum)[N][4][4]) {
@@ -7483,10 +7514,10 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
 /* ---- Forward, by the running softmax of Milakov and Gimelshein 2018.  A tile of scores gives m = max(m, scores),
    p = exp(score - m) and rescale = exp(old m - m).  Then sum = sum rescale + all p, and o = o rescale + p v. */
 
-/* The running softmax of a thread's four rows.  max: over the whole row; sum: over the thread's keys. */
+/* The running softmax of a thread's four rows. `max` is over the whole row, and `sum` is over the thread's keys. */
 struct ampc_online_softmax {
     float max[4], sum[4];
-    /* Turns scores into weights, 0 if hidden. */
+    /* Turns scores into weights, which are 0 if hidden. */
     __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -7506,7 +7537,7 @@ struct ampc_online_softmax {
             max[i] = top;
         }
     }
-    /* Returns row i's log-sum-exp and replaces its sum by 1 / sum; -inf and 0 if no key is visible. */
+    /* Returns row i's log-sum-exp, and replaces its sum by 1 / sum. If no key is visible, these are -inf and 0. */
     __device__ __forceinline__ float finish(int i) {
         float total = sum[i];
         AMPC_UNROLL
@@ -7559,7 +7590,7 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
    ds = p (dp - delta).  Then dq = scale ds k, dk = scale ds^T q and dv = p^T do.  One kernel owns queries and sums dq,
    or owns keys and sums dk and dv. */
 
-/* Turns scores into p and dp into ds, 0 if hidden. */
+/* Turns scores into p and dp into ds, which are 0 if hidden. */
 template <bool KEYS>
 __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
                                                       const ampc_attention_scratch *scratch) {
