@@ -7650,7 +7650,8 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
     }
 }
 
-/* Calls run(tiles, groups, grid) for `rows` owned rows: tiles of them, groups of `width` columns. */
+/* Calls run(tiles, groups, grid) for `rows` owned rows. `tiles` is the number of their tiles, and `groups` the number
+   of groups of `width` columns. */
 template <class F>
 amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
     int64_t tiles = ampc_blocks(rows, AMPC_GEMM_TILE), groups = a->dim > 0 ? ampc_blocks(a->dim, width) : 1;
@@ -7682,7 +7683,7 @@ amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *
                                  });
 }
 
-/* One of q, k and v, saturated if asked. */
+/* Replaces one of q, k and v by a saturated copy, unless `cut` is NULL. */
 amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a,
                               int64_t positions, const void **x, int64_t (&stride)[3], void *stream) {
     if (cut == NULL) return AMP_OK;
@@ -7696,7 +7697,7 @@ amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp
     return AMP_OK;
 }
 
-/* The call with saturated operands, while this object lives. */
+/* The call with saturated operands. Their copies exist as long as this object does. */
 struct ampc_attention_operands {
     amp_k_attention a;
     ampc_scratch q, k, v;
@@ -7766,8 +7767,8 @@ __device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64
     return c;
 }
 
-/* The n elements of a row's chunk `inside`, and their table entry as it was loaded: nothing is computed from it before
-   the chunk's turn, so that no thread waits for it.  row -1: none. */
+/* The n elements of a row's chunk `inside`, and their table entry as it was loaded. Nothing is computed from the entry
+   before the chunk's turn, so that no thread waits for the load. row is -1 if there is no chunk. */
 struct ampc_entry {
     void *grad;                     /* of the row */
     int row, inside, n;
@@ -7797,7 +7798,7 @@ __device__ inline ampc_entry ampc_cursor_find(ampc_cursor *c) {
 
 /* n elements of a row, from `first` on. */
 struct ampc_chunk {
-    void *grad;                     /* of the first of them */
+    void *grad;                     /* the gradient of the first of them */
     int64_t first;
     int row, n;
     amp_dtype dtype;                /* of grad */
@@ -7824,13 +7825,13 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
-   sum is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
-   in fp64. */
+/* The sum of the squares of 1, 4 or 8 numbers. Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their sum
+   is off by 3 2^-24 at most. Where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is in
+   fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
-        /* 2^-100: beside it, underflow is negligible */
+        /* least is 2^-100; beside such a sum, underflow is negligible */
         const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
         float pair[4], sum;
         bool zeros = true;
@@ -7866,8 +7867,8 @@ __device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, fl
     raw = ampc_narrow<V>(x, dtype);
 }
 
-/* Calls run(piece, its dtype, V) for n elements at p, with the whole block; single elements follow the whole pieces.
-   WRITE: stores the pieces again. */
+/* Calls run(piece, its dtype, V) for n elements at p, with the whole block. Single elements follow the whole pieces. If
+   `write` is true, the pieces are stored again. */
 template <int V> struct ampc_lanes { enum { v = V }; };
 template <class F>
 __device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
@@ -7917,8 +7918,8 @@ __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float fact
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
 
-/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
-   forms no sum: in small models that is nearly all of them. */
+/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU. A block without a chunk forms
+   no sum. In small models nearly all blocks are without one. */
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
     AMPC_SHARED(double, sums, 32);
@@ -7983,7 +7984,7 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
    computes each row's constants in fp64, as the CPU does.  It also computes the maps of 8-bit moments if a row has
    them.  The second launch then needs no fp64. */
 
-/* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
+/* Updates one element. Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
     float root;
     g = ampc_mul(g, s.multiplier);
@@ -8010,8 +8011,8 @@ __device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const
     return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
 }
 
-/* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
-   it. */
+/* The 16-bit copy of a row's fp32 weight, and the count of finite weights that become infinite in it. If data() is
+   NULL, there is no copy. */
 struct ampc_low_copy {
     const amp_range *range;
     int64_t *new_inf;
@@ -8020,14 +8021,14 @@ struct ampc_low_copy {
         if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
     }
 };
-/* Numbers round to infinity from 2^16 - 2^4 on in fp16, from 2^128 - 2^119 on in bf16. */
+/* Numbers round to infinity from 2^16 - 2^4 on in fp16, and from 2^128 - 2^119 on in bf16. */
 __device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
     const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
     return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
 }
 
-/* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
-   or a copy, whose infinities are counted. */
+/* A row's elements from `first` on. `w` is the fp32 weights, or NULL if there are only 16-bit ones. `low` is the 16-bit
+   weights, or a copy, whose infinities are counted. */
 struct ampc_row_piece {
     float *w, *m, *v;
     void *low;
@@ -8049,7 +8050,7 @@ __device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row,
     return p;
 }
 
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
+/* Updates n elements with the whole block. UPDATE is float (float w, float g, float *m, float *v). Returns how many of
    this thread's finite weights become infinite in 16 bits. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
@@ -8107,7 +8108,7 @@ __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
            row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
 }
 
-/* Up to 8 numbers from element i on. */
+/* Loads or stores up to 8 numbers from element i on. */
 __device__ inline void ampc_load_some(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
     ampc_by_dtype(dtype, [&](auto one) { ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
 }
@@ -8146,7 +8147,7 @@ __device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, co
     if (row.master_kind == AMP_MASTER_REMAINDER) ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.master + i, rest, n);
 }
 static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
-/* Codes stay packed: as an array of bytes they take more registers than AdamW has. */
+/* Codes stay packed, because as an array of bytes they would take more registers than AdamW has. */
 __device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
                                            float (&x)[AMPC_LANES], int n) {
     const uint8_t *codes = (const uint8_t *)p + i;
@@ -8277,7 +8278,7 @@ __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp
     return s;
 }
 
-/* maps: of v, of m; every block whose rows need them writes the same. */
+/* maps[0] is for v, and maps[1] is for m. Every block whose rows need the maps writes the same. */
 template <class A, class S>
 __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -8287,7 +8288,7 @@ __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, a
         ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);
 }
 
-/* A chunk of a row, with its copy. */
+/* Updates a chunk of a row, and its copy. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
                                                   const amp_range *copies, int64_t *new_inf,
@@ -8404,7 +8405,7 @@ void ampc_nap(int microseconds) {
 
 /* ---- The library */
 
-/* The name of the first function that it lacks, or NULL. */
+/* Finds NCCL's functions. Returns the name of the first one that the library lacks, or NULL. */
 const char *ampc_nccl_lacks(ampc_nccl *n) {
     void *l = n->opened;
     return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
@@ -8434,7 +8435,7 @@ amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *de
     return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
 }
 
-/* It stays loaded until the process ends: it has threads. */
+/* Opens NCCL's library. It stays loaded until the process ends, because it has threads. */
 amp_result ampc_nccl_open(ampc_device *dev) {
     ampc_nccl *n = &dev->ranks.nccl;
     const char *lacks;
@@ -8453,7 +8454,8 @@ amp_result ampc_nccl_open(ampc_device *dev) {
 
 /* ---- Failing.  A failure is for ever, because NCCL's communicators do not recover. */
 
-/* While it lives the communicator does; .comm NULL: there is none any more. */
+/* The communicator is not aborted while such an object exists, or only after a second. .comm is NULL if there is no
+   communicator any more. */
 struct ampc_nccl_use {
     ampc_ranks *r;
     void *comm;
@@ -8470,9 +8472,9 @@ struct ampc_nccl_use {
     ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
 };
 
-/* Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it does within a second: it may
-   stand behind the work that hangs.  ncclCommAbort stops that work at once, but returns when no graph refers to the
-   communicator any more. */
+/* Ends what the GPU does for the communicator. If a call of NCCL is under way, this waits for its end, but not longer
+   than a second, because the call may stand behind the work that hangs. ncclCommAbort stops that work at once, but
+   returns only when no graph refers to the communicator any more. */
 void ampc_ranks_abort(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     bool busy = true;
@@ -8487,7 +8489,8 @@ void ampc_ranks_abort(ampc_device *dev) {
     r->comm = NULL;
 }
 
-/* The first reason stays.  The watcher aborts, if there is one: this thread is the one that destroys graphs. */
+/* Makes all later calls fail. The first reason stays. If there is a watcher, it is the watcher that aborts, because
+   this thread is the one that destroys graphs. */
 void ampc_ranks_break(ampc_device *dev, const char *why) {
     ampc_ranks *r = &dev->ranks;
     {
@@ -8506,7 +8509,7 @@ void ampc_ranks_break_late(ampc_device *dev, const char *what) {
     ampc_ranks_break(dev, why);
 }
 
-/* Says what NCCL says. */
+/* Breaks the reducer, with NCCL's description of the error as the reason. */
 void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
     char why[320];
     {
@@ -8518,7 +8521,7 @@ void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
     ampc_ranks_break(dev, why);
 }
 
-/* Waits until NCCL has done what it began, which is not what the GPU does. */
+/* Waits until NCCL has done what it began. That does not include the GPU's work. */
 amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
     const int64_t deadline = ampc_now() + dev->ranks.limit;
     while (code == AMPC_NCCL_IN_PROGRESS) {
@@ -8538,7 +8541,7 @@ amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
 
 /* ---- Watching */
 
-/* A place in the ring for the caller alone, or -1: none is free. */
+/* Takes a place in the ring for the caller alone. Returns -1 if none is free. */
 int ampc_ranks_place(ampc_ranks *r) {
     ampc_locked locked(&r->lock);
     if (r->watched == AMPC_WATCHED) return -1;
@@ -8555,7 +8558,7 @@ amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t 
     return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
 }
 
-/* Notes that what stands in the stream now must end. */
+/* Notes that the work which is in the stream now must end in time. */
 amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     ampc_ranks *r = &dev->ranks;
     int at;
@@ -8571,7 +8574,7 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     return result;
 }
 
-/* Whether the oldest one noted was done; it is then forgotten. */
+/* Returns whether the oldest work that was noted is done, and then forgets it. */
 bool ampc_ranks_step(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     int noted = 0;
@@ -8580,7 +8583,7 @@ bool ampc_ranks_step(ampc_device *dev) {
         if (r->watched > 0) noted = r->noted[r->first];
     }
     if (noted == 0) return false;
-    /* of this place nobody else takes the event before it is free again */
+    /* nobody else takes this place's event before the place is free again */
     cudaError_t error = noted < 0 ? cudaSuccess : cudaEventQuery(r->events[r->first]);
     if (error != cudaSuccess) (void)cudaGetLastError();
     bool late;
@@ -8597,7 +8600,7 @@ bool ampc_ranks_step(ampc_device *dev) {
     return error != cudaErrorNotReady;
 }
 
-/* What other ranks and the network did to the communicator meanwhile. */
+/* Asks NCCL what other ranks and the network did to the communicator meanwhile. */
 void ampc_ranks_ask(ampc_device *dev) {
     int code = AMPC_NCCL_SUCCESS, asked = AMPC_NCCL_SUCCESS;
     {
@@ -8611,7 +8614,7 @@ void ampc_ranks_ask(ampc_device *dev) {
 void *ampc_ranks_watch(void *device) {
     ampc_device *dev = (ampc_device *)device;
     ampc_current current(dev);
-    ampc_relaxed relaxed;           /* a capture on another thread is not its business */
+    ampc_relaxed relaxed;           /* captures on other threads do not restrict this one */
     while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED) &&
            !__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE)) {
         while (ampc_ranks_step(dev)) {}
@@ -8624,8 +8627,8 @@ void *ampc_ranks_watch(void *device) {
 
 /* ---- Calls */
 
-/* The largest of n numbers over the ranks, by their bits; NaN counts as larger, which NCCL's own maximum does not do.
-   inf: infinity's bits. */
+/* The largest of each of n numbers over the ranks, by their bits. NaN counts as larger, which it does not in NCCL's
+   maximum. `inf` is infinity's bits. */
 template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
     const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
@@ -8662,7 +8665,7 @@ int ampc_nccl_dtype(amp_dtype dtype) {
     }
 }
 
-/* Part r of `in` for rank r, whose part comes to its place in `out`. */
+/* Sends part r of `in` to rank r, and receives that rank's part at its place in `out`. */
 int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *out, size_t each) {
     int code = AMPC_NCCL_SUCCESS;
     for (int peer = 0; peer < r->world; peer++) {
@@ -8672,7 +8675,7 @@ int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *ou
     }
     return code;
 }
-/* For a maximum it brings every rank's numbers together. */
+/* Makes one call of NCCL. For a maximum, the call only brings every rank's numbers together. */
 int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
     const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
     const int dtype = ampc_nccl_dtype(c.dtype);
@@ -8689,7 +8692,7 @@ int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
         default: return r->nccl.broadcast(in, c.out, bytes, AMPC_NCCL_U8, c.root, comm, r->stream);
     }
 }
-/* Begins these in the stream. */
+/* Begins these calls in the stream. */
 amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n) {
     ampc_ranks *r = &dev->ranks;
     int code = AMPC_NCCL_SUCCESS, ended;
@@ -8706,7 +8709,7 @@ amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n
     return ampc_nccl_settle(dev, "a reduction", code);
 }
 
-/* Whether the stream is captured; a graph of amp.h's then knows that it reduces. */
+/* Whether the stream is captured. If amp_graph_begin began a capture, this notes in its graph that it reduces. */
 bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     ampc_graph *graph = ampc_captured(dev, NULL);
@@ -8732,7 +8735,7 @@ amp_result ampc_group_run(ampc_device *dev, ampc_collective *calls, int n) {
         if (calls[i].all != NULL) AMPC_TRY(ampc_largest(dev, calls[i]));
     return AMP_OK;
 }
-/* Begins what was asked for. */
+/* Begins the calls that were put into the group. */
 amp_result ampc_group_flush(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     const int n = r->grouped;
@@ -8826,7 +8829,8 @@ amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_redu
     return AMP_OK;
 }
 
-/* A rank that is gone must not keep this one: after the time limit it goes without the others. */
+/* Leaves the communicator. A rank that no longer exists must not keep this one waiting, so after the time limit this
+   one leaves without the others. */
 void ampc_ranks_close(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     const int64_t deadline = ampc_now() + r->limit;
@@ -8858,7 +8862,7 @@ void ampc_nvml_close(ampc_nvml *nvml) {
     memset((void *)nvml, 0, sizeof *nvml);
 }
 
-/* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+/* Finds the GPU by its PCI address, because NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
 void ampc_nvml_open(ampc_nvml *nvml, int index) {
     int (*init)(void);
     int (*find)(const char *address, void **device);
@@ -8877,7 +8881,7 @@ void ampc_nvml_open(ampc_nvml *nvml, int index) {
     ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
 }
 
-/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
+/* Number 0 is the sensor of the GPU itself. A struct's version holds its size and, above 24 bits, its number. */
 float ampc_temperature(const ampc_nvml *nvml) {
     ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
     unsigned celsius = 0;
@@ -8887,7 +8891,8 @@ float ampc_temperature(const ampc_nvml *nvml) {
     return -1;
 }
 
-/* NVML, opened by the first thread that asks; one that asks meanwhile closes its own copy. */
+/* Returns NVML, which the first thread that asks opens. A thread that asks meanwhile opens a second copy, and closes it
+   again. */
 ampc_nvml ampc_nvml_of(ampc_device *dev) {
     ampc_nvml nvml, mine = {};
     {
@@ -8907,7 +8912,8 @@ ampc_nvml ampc_nvml_of(ampc_device *dev) {
     return nvml;
 }
 
-/* Unavailable values stay -1: no driver library, a virtual GPU without sensors, a lost GPU. */
+/* Unavailable values stay -1. They are unavailable without the driver's library, on a virtual GPU without sensors, and
+   on a lost GPU. */
 amp_result ampc_telemetry(void *device, amp_telemetry *out) {
     ampc_device *dev = (ampc_device *)device;
     const ampc_nvml nvml = ampc_nvml_of(dev);
@@ -8936,7 +8942,7 @@ void (*const ampc_profile_pop)(void *device) = NULL;
    are integers, so the order does not matter. */
 
 struct ampc_fits { ampi_fit of32, of64; };
-/* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
+/* `above` is as in ampi_fit, but without the `plain` numbers, which become normal numbers below the last binade. */
 struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
 
 template <int N>
@@ -9136,5 +9142,5 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
 
 } /* namespace */
 
-/* The CUDA backend's table: amp_desc.backend = amp_cuda(). */
+/* The CUDA backend's table, for amp_desc.backend. */
 extern "C" const amp_backend *amp_cuda(void) { return &ampc_backend; }
