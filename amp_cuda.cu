@@ -101,9 +101,9 @@
 #  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
 #endif
 
-/* AMPC_UNROLL unrolls the loop after it, and AMPC_NO_UNROLL keeps the compiler from unrolling it. AMPC_SHARED is an
+/* AMPC_UNROLL unrolls the loop after it, and AMPC_NO_UNROLL keeps the compiler from unrolling it.  AMPC_SHARED is an
    array of `count` elements in shared memory.  AMPC_DYNAMIC is the launch's dynamic shared memory, as aligned bytes.
-   Under g++ both come from the model that runs kernels on the CPU. */
+   Under g++, the last two come from the model that runs kernels on the CPU. */
 #if defined(__CUDACC__)
 #  define AMPC_UNROLL _Pragma("unroll")
 #  define AMPC_NO_UNROLL _Pragma("unroll 1")
@@ -140,8 +140,8 @@ struct ampc_blas {
     int found;                      /* 1 if there are tuned plans that plans_load did not load */
 };
 
-/* NVML is the driver's library of sensors, and `device` is its handle of this GPU. The functions that are used are
-   declared here, so that building needs no nvml.h. Results other than 0 are failures. */
+/* NVML is the driver's library of sensors, and `device` is its handle of this GPU.  The functions that are used are
+   declared here, so that building needs no nvml.h.  Results other than 0 are failures. */
 /* In percent of the time since the previous sample. */
 struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
@@ -155,7 +155,7 @@ struct ampc_nvml {
     int (*power)(void *device, unsigned *milliwatts);
 };
 
-/* NCCL.  Declares only what is used, so that building needs no nccl.h. Enumerations are declared as int, and
+/* NCCL.  Declares only what is used, so that building needs no nccl.h.  Enumerations are declared as int, and
    communicators as pointers. */
 enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14, the first with calls that do not wait for other ranks */
 enum { AMPC_NCCL_SUCCESS = 0, AMPC_NCCL_IN_PROGRESS = 7, AMPC_NCCL_SUM = 0 };
@@ -184,7 +184,7 @@ struct ampc_nccl {
     int (*receive)(void *out, size_t count, int dtype, int peer, void *comm, cudaStream_t stream);
 };
 
-/* One call of the reducer. `count` is how many numbers one part has. Bytes are passed as numbers of AMP_U8. */
+/* One call of the reducer.  `count` is how many numbers one part has.  Bytes are passed as numbers of AMP_U8. */
 enum ampc_verb { AMPC_REDUCES, AMPC_SCATTERS, AMPC_GATHERS, AMPC_EXCHANGES, AMPC_BROADCASTS };
 struct ampc_collective {
     ampc_verb verb;
@@ -195,7 +195,7 @@ struct ampc_collective {
     void *all;                      /* for a maximum: every rank's numbers; NULL for other calls */
 };
 
-/* This context as a rank among others. If comm is NULL, it is not a rank. */
+/* This context as a rank among others.  If comm is NULL, it is not a rank. */
 enum { AMPC_GROUP = 64, AMPC_WATCHED = 64, AMPC_LOOK_MS = 20 };
 struct ampc_ranks {
     ampc_nccl nccl;
@@ -217,7 +217,7 @@ struct ampc_ranks {
     char why[384];
 };
 
-/* The features of the GPU and of this build. They are filled at open, and only they decide which kernels run. */
+/* The features of the GPU and of this build.  They are filled at open, and only they decide which kernels run. */
 struct ampc_features {
     int cc, image;                  /* compute capability of the GPU and of the code that runs, as 10 major + minor */
     int multiprocessors;
@@ -225,7 +225,7 @@ struct ampc_features {
     size_t workspace;               /* bytes per product; cuBLAS itself takes as many */
     bool bf16, fp8;                 /* usable in products; bf16 stands for TF32 too */
     bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
-    bool tensor_cores;              /* kernels of this file use them; code for older GPUs has these kernels empty */
+    bool tensor_cores;              /* kernels of this file use them; in code for older GPUs these are empty */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
 /* 1 if this toolkit's cuBLASLt has scales per block. */
@@ -300,14 +300,14 @@ const char *ampc_advice(cudaError_t error) {
 
 /* The error that ended the use of the GPU, or cudaSuccess. */
 cudaError_t ampc_loss(const ampc_device *dev) { return __atomic_load_n(&dev->sticky, __ATOMIC_RELAXED); }
-/* Notes the error if it is the first. Returns true to the one thread that noted it. */
+/* Notes the error if it is the first.  Returns true to the one thread that noted it. */
 bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
     cudaError_t none = cudaSuccess;
     return __atomic_compare_exchange_n(&dev->sticky, &none, error, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-/* Returns AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint. If `hint` is NULL, the hint
-   is that of ampc_advice. A sticky error is logged once. Afterwards every call fails in ampc_usable. */
+/* Returns AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint.  If `hint` is NULL, the hint
+   is that of ampc_advice.  A sticky error is logged once.  Afterwards every call fails in ampc_usable. */
 amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, const char *hint) {
     char text[512];
     if (error == cudaSuccess) return AMP_OK;
@@ -344,7 +344,7 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 /* ---- Functions found at run time, and the current device */
 
-/* Finds a function by name; false if the library lacks it. */
+/* Finds a function by name.  Returns false if the library lacks it. */
 template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
     *out = (F)dlsym(library, name);
     return *out != NULL;
@@ -362,14 +362,14 @@ void ampc_find_context_state(ampc_device *dev) {
     (void)cudaGetLastError();
     dev->context_state = (int (*)(int, unsigned *, int *))function;
 }
-/* Whether the process has a CUDA context on a GPU. If it has none, cudaSetDevice makes one, from CUDA 12 on. */
+/* Whether the process has a CUDA context on a GPU.  If it has none, cudaSetDevice makes one, from CUDA 12 on. */
 bool ampc_has_context(const ampc_device *dev, int index) {
     unsigned flags = 0;
     int active = 0;
     return dev->context_state == NULL || dev->context_state(index, &flags, &active) != 0 || active != 0;
 }
 
-/* Makes a context's GPU current for a scope, then restores the previous one. ready returns AMP_OK, or the failure that
+/* Makes a context's GPU current for a scope, then restores the previous one.  ready returns AMP_OK, or the failure that
    the call must return. */
 struct ampc_current {
     ampc_device *dev;
@@ -396,14 +396,14 @@ struct ampc_current {
 
 /* ==== 1 >>base: launches ==== */
 
-/* The stream of a call. NULL means the context's stream. */
+/* The stream of a call.  NULL means the context's stream. */
 cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
 
 template <class T> struct ampc_identity { typedef T type; };
 
-/* Allows kernels all the dynamic shared memory that their static memory leaves. By default the two together have 48
-   KiB. The setting belongs to the function, and other contexts may be about to launch it. It is therefore the same for
-   all contexts. ampc_allow_large calls this at open for every kernel that may need so much. */
+/* Allows kernels all the dynamic shared memory that their static memory leaves.  By default the two together have 48
+   KiB.  The setting belongs to the function, and other contexts may be about to launch it.  It is therefore the same
+   for all contexts.  ampc_allow_large calls this at open for every kernel that may need so much. */
 template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernels) {
     for (const void *kernel : {(const void *)kernels...}) {
         cudaFuncAttributes own;
@@ -415,8 +415,8 @@ template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernel
     return AMP_OK;
 }
 
-/* Starts a kernel. `name` is the call that it serves. Arguments are converted to the kernel's parameter types, so that
-   an int is not read as an int64_t. An empty grid starts nothing. */
+/* Starts a kernel.  `name` is the call that it serves.  Arguments are converted to the kernel's parameter types, so
+   that an int is not read as an int64_t.  An empty grid starts nothing. */
 template <class... P>
 amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...), unsigned grid, unsigned block,
                        size_t shared, void *stream, typename ampc_identity<P>::type... args) {
@@ -431,9 +431,9 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     return ampc_check(dev, error, call, NULL);
 }
 
-/* Multiprocessors do not reach memory equally fast. If all blocks of a grid run at once, the slowest one decides how
-   long the grid takes. A grid therefore has more blocks with less work each, where its blocks prepare nothing that
-   makes a long loop cheaper. It has one block for each part of the work, or AMPC_WAVES times as many blocks as run at
+/* Multiprocessors do not reach memory equally fast.  If all blocks of a grid run at once, the slowest one decides how
+   long the grid takes.  A grid therefore has more blocks with less work each, unless a block first prepares something
+   that its loop then reuses.  It has one block for each part of the work, or AMPC_WAVES times as many blocks as run at
    once. */
 enum { AMPC_WAVES = 16 };
 
@@ -441,7 +441,7 @@ unsigned ampc_full_grid(int64_t blocks) {
     return (unsigned)(blocks < 0 ? 0 : blocks < INT32_MAX ? blocks : INT32_MAX);
 }
 
-/* The number of blocks of a persistent grid. They are enough for the work, and at most per_sm per multiprocessor. */
+/* The number of blocks of a persistent grid.  They are enough for the work, and at most per_sm per multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
     int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
     return (unsigned)(blocks < 0 ? 0 : blocks < most ? blocks : most);
@@ -450,7 +450,7 @@ unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
 /* How many blocks of `size` elements n elements need. */
 __host__ __device__ inline int64_t ampc_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/* A divisor for kernels. For 0 <= i < 2^63, i / d = 2 i factor / 2^(64 + shift) (Granlund and Montgomery 1994). A
+/* A divisor for kernels.  For 0 <= i < 2^63, i / d = 2 i factor / 2^(64 + shift) (Granlund and Montgomery 1994).  A
    64-bit division would take a hundred instructions. */
 struct ampc_divisor {
     int64_t d;
@@ -470,8 +470,8 @@ __device__ __forceinline__ int64_t ampc_divide(int64_t i, const ampc_divisor &by
     return q;
 }
 
-/* Device memory for the kernels of one call, in its stream's order. It is freed when the scope ends. get returns AMP_OK
-   and sets .data, which is 256-byte aligned, or it fails, with AMP_ERR_MEMORY if there is no memory. */
+/* Device memory for the kernels of one call, in its stream's order.  It is freed when the scope ends.  get returns
+   AMP_OK and sets .data, which is 256-byte aligned, or it fails, with AMP_ERR_MEMORY if there is no memory. */
 struct ampc_scratch {
     ampc_device *dev;
     cudaStream_t stream;
@@ -511,8 +511,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* Conversions to fp16 and bf16 keep a NaN's sign and upper payload bits, as amp.h does. The hardware alone would make
-   all NaNs the same. In conversions from fp16, NaN stays NaN, but its payload may change. */
+/* Conversions to fp16 and bf16 keep a NaN's sign and upper payload bits, as amp.h does.  The hardware alone would make
+   all NaNs the same.  In conversions from fp16, NaN stays NaN, but its payload may change. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -544,7 +544,7 @@ __device__ __forceinline__ uint16_t ampc_bf16_bits(float x) {
 #endif
 }
 
-/* Products, sums, quotients and roots with one rounding each. No compiler fuses or replaces them. */
+/* Products, sums, quotients and roots with one rounding each.  No compiler fuses or replaces them. */
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
@@ -590,8 +590,8 @@ __device__ __forceinline__ float ampc_fma(float a, float b, float c) {
 
 __device__ __forceinline__ bool ampc_finite(float x) { return (ampi_bits_f32(x) & 0x7f800000u) != 0x7f800000u; }
 
-/* Returns x in a way that the compiler cannot see through. The compiler then does not keep values computed from x, such
-   as each piece's address, in registers. */
+/* Returns x in a way that the compiler cannot see through.  The compiler then does not keep values computed from x,
+   such as each piece's address, in registers. */
 template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
@@ -605,9 +605,9 @@ amp_result ampc_check_storage(ampc_device *dev, const char *kernel, amp_dtype dt
     return ampc_refuse(dev, AMP_ERR_DTYPE, kernel, "storage must be fp32, fp16 or bf16");
 }
 
-/* Calls run(dtype) with a constant, so that the dtype is tested once. If short branches tested it at each use, both
-   ways would be executed. A dtype other than fp16 and bf16 is taken as fp32. V is the width of the pieces. With V = 8,
-   a dtype other than fp16 is taken as bf16, because no piece has 8 numbers in fp32. */
+/* Calls run(dtype) with a constant, so that the dtype is tested once.  If short branches tested it at each use, both
+   ways would be executed.  V is the width of the pieces.  A dtype other than fp16 and bf16 is taken as fp32.  Pieces of
+   8 are never in fp32, so with a V of 8 a dtype other than fp16 is taken as bf16. */
 template <amp_dtype D> struct ampc_constant {
     __device__ constexpr operator amp_dtype() const { return D; }
 };
@@ -710,7 +710,7 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
     return raw;
 }
 
-/* The address of element `at` of a stored row. I is int within a chunk, so that a thread keeps 32-bit offsets. */
+/* The address of element `at` of a stored row.  I is int within a chunk, so that a thread keeps 32-bit offsets. */
 template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
     return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
 }
@@ -764,7 +764,7 @@ __device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_
     ampc_store<1>(ampc_within(p, dtype, i), dtype, &x);
 }
 
-/* True if the pointer allows accesses of 16 bytes. For rows, their distance in bytes must allow them too. */
+/* True if the pointer allows accesses of 16 bytes.  For rows, their distance in bytes must allow them too. */
 __host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
     return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
 }
@@ -784,7 +784,7 @@ __device__ __forceinline__ void ampc_store_upto(void *p, amp_dtype dtype, const 
         if (i < n) ampc_put_stored(p, dtype, i, x[i]);
 }
 
-/* The N elements of one thread, which take up to 16 bytes or a multiple of 16. An access takes `each` bytes. whole is
+/* The N elements of one thread, which take up to 16 bytes or a multiple of 16.  An access takes `each` bytes.  whole is
    true if all N elements exist and are aligned for such accesses. */
 template <class T, int N> struct ampc_own {
     enum { bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16 };
@@ -891,8 +891,8 @@ struct ampc_graph {
     ampc_graph *next;
 };
 
-/* One stream's part in a capture that the program itself began. Streams that were forked from it are branches of one
-   graph. Branches run at the same time, so each has separate memory. The arena holds this record. A CUDA user object
+/* One stream's part in a capture that the program itself began.  Streams that were forked from it are branches of one
+   graph.  Branches run at the same time, so each has separate memory.  The arena holds this record.  A CUDA user object
    holds it too while the graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
@@ -901,8 +901,8 @@ struct ampc_capture {
     ampc_capture *next;
 };
 
-/* Locks a mutex for a scope. While it is locked, no function is called that may wait or call back. That excludes CUDA,
-   cuBLASLt, and the functions that the program gave. */
+/* Locks a mutex for a scope.  While it is locked, no function is called that may wait or call back.  That excludes the
+   functions of CUDA, of cuBLASLt and of amp_host, and the program's allocator. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -912,7 +912,7 @@ struct ampc_locked {
     ampc_locked &operator=(const ampc_locked &) = delete;
 };
 
-/* Lets a thread allocate while it captures a stream. The allocation does not become part of the graph. */
+/* Lets a thread allocate while it captures a stream.  The allocation does not become part of the graph. */
 struct ampc_relaxed {
     cudaStreamCaptureMode mode;
     ampc_relaxed() : mode(cudaStreamCaptureModeRelaxed) { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
@@ -927,7 +927,7 @@ int ampc_log2(size_t x) {
     return n;
 }
 
-/* Rounds a size up to the size of its class. The classes are an eighth of their octave apart, and 512 bytes at
+/* Rounds a size up to the size of its class.  The classes are an eighth of their octave apart, and 512 bytes at
    least. */
 size_t ampc_class_bytes(size_t bytes) {
     size_t step;
@@ -958,7 +958,7 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Releases the memory of captures whose graphs no longer exist. If `all` is true, it does the same for the other
+/* Releases the memory of captures whose graphs no longer exist.  If `all` is true, it does the same for the other
    captures. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
@@ -969,7 +969,7 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* Makes the record of a stream's part in a capture that the program began. The arena and the graph hold it. If CUDA
+/* Makes the record of a stream's part in a capture that the program began.  The arena and the graph hold it.  If CUDA
    makes no user object, it is held until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
@@ -995,8 +995,8 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* The owner of the memory that a stream uses in a capture, or NULL if there is none yet. If `made` is not NULL, it is a
-   new record, which is added to the list then and returned. */
+/* The owner of the memory that a stream uses in a capture, or NULL if there is none yet.  If `made` is not NULL, it is
+   a new record, which is added to the list then and returned. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
@@ -1008,8 +1008,8 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* The owner of scratch memory that is used on a stream. It is the stream, or the stream's branch of the graph that it
-   is being captured into. NULL means that there was no memory for the record. */
+/* The owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the graph that it
+   is being captured into.  NULL means that there was no memory for the record. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -1028,7 +1028,7 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     return owner;
 }
 
-/* The stream whose work uses an owner's memory. *held is set to whether a graph may use the memory at any time. */
+/* The stream whose work uses an owner's memory.  *held is set to whether a graph may use the memory at any time. */
 cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
@@ -1039,7 +1039,7 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Gets memory from CUDA or from the program's allocator. ampc_block_new refuses blocks of the latter that are aligned
+/* Gets memory from CUDA or from the program's allocator.  ampc_block_new refuses blocks of the latter that are aligned
    less than CUDA's. */
 enum { AMPC_ALIGN = 256 };
 cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
@@ -1053,7 +1053,7 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
     else dev->memory.free(dev->memory.user, data, bytes, dev->index, stream);
 }
 
-/* Takes idle blocks out of the arena. Without `all`, it leaves those that a graph holds. A block's owner is then the
+/* Takes idle blocks out of the arena.  Without `all`, it leaves those that a graph holds.  A block's owner is then the
    stream in whose order it is given back. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
@@ -1100,7 +1100,7 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
                       error == cudaErrorMemoryAllocation ? hint : NULL);
 }
 
-/* Makes a block. `stream` is the stream of its first use. */
+/* Makes a block.  `stream` is the stream of its first use. */
 amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
@@ -1127,7 +1127,7 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
     return AMP_OK;
 }
 
-/* Takes out an idle block of this class that `owner` may use at once, or returns NULL. *stream is set to the owner's
+/* Takes out an idle block of this class that `owner` may use at once, or returns NULL.  *stream is set to the owner's
    stream. */
 ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStream_t *stream) {
     bool held;
@@ -1141,7 +1141,7 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
     return block;
 }
 
-/* Takes memory for `owner`. The device must be current. */
+/* Takes memory for `owner`.  The device must be current. */
 amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
@@ -1200,9 +1200,9 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* ---- Opening and closing */
 
-/* The attributes of this empty kernel name the architecture that the running code was compiled for. Without -arch, nvcc
-   builds for its oldest architecture, and the driver translates that code for newer GPUs. __CUDA_ARCH__, and all code
-   under #if, are then those of the old architecture. */
+/* The attributes of this empty kernel name the architecture that the running code was compiled for.  Without -arch,
+   nvcc builds for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all
+   code under #if, are then those of the old architecture. */
 __global__ void ampc_marker_kernel() {}
 
 amp_result ampc_image(ampc_device *dev, int *image) {
@@ -1436,7 +1436,7 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
 
 /* ---- Streams */
 
-/* This context's capture that runs on a stream, or NULL. If `stream` is NULL, the capture may run on any stream. */
+/* This context's capture that runs on a stream, or NULL.  If `stream` is NULL, the capture may run on any stream. */
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     ampc_locked locked(dev);
     ampc_graph *graph = dev->graphs;
@@ -1444,7 +1444,7 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Ends an abandoned capture while its stream still exists. If it stayed open, the thread that began it could no longer
+/* Ends an abandoned capture while its stream still exists.  If it stayed open, the thread that began it could no longer
    allocate or wait (error 900), and CUDA lets no other thread end it. */
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -1470,7 +1470,7 @@ amp_result ampc_stream_create(void *device, void **stream) {
     return AMP_OK;
 }
 
-/* Waits for the stream, because another stream may get its scratch memory. Drops a running capture. */
+/* Waits for the stream, because another stream may get its scratch memory.  Drops a running capture. */
 void ampc_stream_destroy(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (stream == NULL) return;
@@ -1588,7 +1588,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes the graph out of the list. The stream of its last launch becomes the owner of its scratch memory. */
+/* Takes the graph out of the list.  The stream of its last launch becomes the owner of its scratch memory. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
@@ -1649,7 +1649,7 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 /* ==== 7 >>masks ====
    Which keys a query sees. */
 
-/* The keys that a mask's kind and lengths let a query see. They are those with j < first or low <= j < high. */
+/* The keys that a mask's kind and lengths let a query see.  They are those with j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
@@ -1698,7 +1698,7 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* ampc_in_span is whether key `at` is in a span, with all numbers counted from the same key. ampc_lets_see is whether
+/* ampc_in_span is whether key `at` is in a span, with all numbers counted from the same key.  ampc_lets_see is whether
    the documents and the mask's tensor allow a key. */
 __device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
     return at < first || (at >= low && at < high);
@@ -1720,9 +1720,9 @@ struct ampc_e5m2 { uint8_t bits; };
 __host__ __device__ constexpr bool ampc_is_e4m3(const void *) { return false; }
 __host__ __device__ constexpr bool ampc_is_e4m3(const ampc_e4m3 *) { return true; }
 
-/* The 8-bit pattern of a finite or infinite fp32 magnitude, rounded to nearest even. Beyond the largest finite pattern
-   it is LARGEST + 1, or LARGEST if `saturate` is set. Subnormal results are rounded by adding a number whose last place
-   is the smallest subnormal. */
+/* The 8-bit pattern of a finite or infinite fp32 magnitude, rounded to nearest even.  Beyond the largest finite pattern
+   it is LARGEST + 1, or LARGEST if `saturate` is set.  Subnormal results are rounded by adding a number whose last
+   place is the smallest subnormal. */
 template <int M, int BIAS, uint32_t LARGEST>
 __device__ __forceinline__ uint32_t ampc_narrow8(uint32_t magnitude, int saturate) {
     const uint32_t normal = (uint32_t)(128 - BIAS) << 23, magic = (uint32_t)(127 - BIAS + 23 - M + 1) << 23;
@@ -1778,7 +1778,7 @@ __device__ __forceinline__ void ampc_narrow(ampc_e4m3 *to, uint32_t bits, int sa
 __device__ __forceinline__ void ampc_narrow(ampc_e5m2 *to, uint32_t bits, int saturate) {
     to->bits = ampc_to_8bit<2, 15, 0x7b>(bits, saturate);
 }
-/* Conversions from an fp32 or fp64 pattern, in one step, with any rounding that the format has. `wide` is 1 for
+/* Conversions from an fp32 or fp64 pattern, in one step, with any rounding that the format has.  `wide` is 1 for
    fp64. */
 struct ampc_rounding { int wide, saturate, mode; uint32_t random; };
 
@@ -1819,8 +1819,9 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic
     return y;
 }
 
-/* From compute capability 8.9 on, an instruction converts to 8 bits, saturated and rounded to nearest. It drops a NaN's
-   sign, which amp.h keeps, so the sign is set again here. In E5M2 it also drops a NaN's payload, which amp.h keeps. */
+/* From compute capability 8.9 on, an instruction converts to 8 bits, saturated and rounded to nearest.  It drops a
+   NaN's sign, which amp.h keeps, so the sign is set again here.  In E5M2 it also drops a NaN's payload, which amp.h
+   keeps. */
 __device__ __forceinline__ bool ampc_fp8_units() {
 #if defined(__CUDA_ARCH__)
     return __CUDA_ARCH__ >= 890;
@@ -1869,15 +1870,15 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* Adds a block's count to new_inf, which has 64 bits. Integer atomics give the same result in any order. */
+/* Adds a block's counts to a 64-bit total, such as new_inf.  Integer atomics give the same result in any order. */
 __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
     int sum = ampc_block_sum(mine, scratch);
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-/* The number of blocks of 256 threads that a multiprocessor holds. A multiprocessor holds 2048 threads, but 1536 from
+/* The number of blocks of 256 threads that a multiprocessor holds.  A multiprocessor holds 2048 threads, but 1536 from
    8.6 on except on 9.0 and 10.x, and 1024 on 7.5 (CUDA Programming Guide, technical specifications per compute
-   capability). Code for 10.0 and later takes more registers, and so has fewer blocks. */
+   capability).  Code for 10.0 and later takes more registers, and so has fewer blocks. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1100)
 enum { AMPC_RESIDENT = 4 };
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9
@@ -1886,8 +1887,8 @@ enum { AMPC_RESIDENT = 6 };
 enum { AMPC_RESIDENT = 8 };
 #endif
 
-/* `width` is the number of elements in a piece. A piece has 16 bytes of the wider side, so that a warp writes whole
-   sectors. `pieces` is the number of a thread's pieces that are in flight. */
+/* `width` is the number of elements in a piece.  A piece has 16 bytes of the wider side, so that a warp writes whole
+   sectors.  `pieces` is the number of a thread's pieces that are in flight. */
 template <class D, class S> struct ampc_cast_shape {
     enum {
         wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S),
@@ -2075,7 +2076,7 @@ ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, floa
     else ampc_put_sum(out, mine, total);
 }
 
-/* A block has 32 columns. Each warp adds every eighth run, and then the sums of the warps are added in order. */
+/* A block has 32 columns.  Each warp adds every eighth run, and then the sums of the warps are added in order. */
 __global__ void __launch_bounds__(256)
     ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, amp_k_gradient out) {
     AMPC_SHARED(double, scratch, 256);
@@ -2117,7 +2118,7 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
    then always access neighbouring bytes.  Where a pointer, a row distance or a row's length does not fit, pieces are
    narrower, down to 1 element.  A piece is held in its storage dtype until it is used. */
 
-/* The widest V, at most v, for an array that starts at p. If the array has rows of `cols` elements, ld apart, each row
+/* The widest V, at most v, for an array that starts at p.  If the array has rows of `cols` elements, ld apart, each row
    must be a whole number of pieces. */
 int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t cols = 0) {
     int64_t size = ampc_dtype_size(dtype);
@@ -2127,7 +2128,7 @@ int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t co
     return v;
 }
 int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, m.rows > 1 ? m.ld : 0, m.cols); }
-/* The same for arrays that all rows share, such as a norm's weight. Here fp32 may have a V of 8 too, as two pieces. */
+/* The same for arrays that all rows share, such as a norm's weight.  Here fp32 may have a V of 8 too, as two pieces. */
 int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
 }
@@ -2177,9 +2178,9 @@ typedef uintptr_t ampc_address;
 #endif
 }
 
-/* Starts to copy 8 or 16 bytes into shared memory. If `there` is false, it writes zeros and does not read `from`. This
-   thread may read the bytes after ampc_copy_wait. Other threads need a barrier after that. A group holds the copies
-   started since the last commit. */
+/* Starts to copy 8 or 16 bytes into shared memory.  If `there` is false, it writes zeros and does not read `from`.
+   This thread may read the bytes after ampc_copy_wait.  Other threads need a barrier after that.  A group holds the
+   copies started since the last commit. */
 template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
     static_assert(BYTES == 8 || BYTES == 16, "a piece");
 #if defined(__CUDA_ARCH__)
@@ -2237,7 +2238,7 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
     return 1.0f / x;
 #endif
 }
-/* exp(x), with a relative error of 2^-22 + 1.25 |x| 2^-24. For exp(x - max) with x <= max, the error is small unless
+/* exp(x), with a relative error of 2^-22 + 1.25 |x| 2^-24.  For exp(x - max) with x <= max, the error is small unless
    the result is small. */
 __device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
 __device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
@@ -2247,10 +2248,10 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    pieces i, i + lanes, i + 2 lanes and so on.  A row of more than lanes times E elements is processed in chunks, which
    later passes read again.  Passes alternate in direction, so the chunk at the turn is still held. */
 
-/* The most threads of a block. They have 64 registers each for rows of one chunk, so that a multiprocessor holds 1024
-   threads, and 128 for other rows. Kernels that also sum columns have one block per multiprocessor. Their threads have
-   168 registers if registers hold the sums. With AMPC_SHARED_SUMS elements per thread, shared memory holds them, and
-   the block has one group. */
+/* The most threads of a block.  They have 64 registers each for rows of one chunk, so that a multiprocessor holds 1024
+   threads, and 128 for other rows.  Kernels that also sum columns have one block per multiprocessor.  Their threads
+   have 168 registers if registers hold the sums.  With AMPC_SHARED_SUMS elements per thread, shared memory holds them,
+   and the block has one group. */
 enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
 __host__ __device__ constexpr int ampc_threads(int e, bool sums) {
@@ -2265,7 +2266,7 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* Takes the fewest warps per row that 8, 16 or 24 elements per thread allow, and then the fewest elements. Rows that
+/* Takes the fewest warps per row that 8, 16 or 24 elements per thread allow, and then the fewest elements.  Rows that
    would not fit otherwise have 32 elements per thread. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
@@ -2301,7 +2302,7 @@ template <class F> amp_result ampc_pick_shape(const ampc_row_plan &p, F run) {
     }
 }
 
-/* A thread's place, which is the group of its row and its pieces in a chunk. Elements are counted from the chunk's
+/* A thread's place, which is the group of its row and its pieces in a chunk.  Elements are counted from the chunk's
    first. */
 template <int V, int E> struct ampc_place {
     int lanes, lane, group, groups;
@@ -2321,8 +2322,8 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or maxima over the threads of a group, with the result in every thread. `scratch` is 64 N floats of shared
-   memory. Calls alternate between its halves, so that no call overwrites what other threads may still be reading. All
+/* Sums or maxima over the threads of a group, with the result in every thread.  `scratch` is 64 N floats of shared
+   memory.  Calls alternate between its halves, so that no call overwrites what other threads may still be reading.  All
    threads of the block must call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
@@ -2379,7 +2380,7 @@ __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtyp
     });
 }
 
-/* Prefetches a chunk into the L2 cache. A thread requests 128 bytes, and its part of a chunk is at most as long. */
+/* Prefetches a chunk into the L2 cache.  A thread requests 128 bytes, and its part of a chunk is at most as long. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
                                                   int left) {
@@ -2389,9 +2390,10 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* Weight and bias, for y = h weight + bias. A missing weight is 1 and a missing bias is -0, which change no h. In rows
-   of one chunk a thread always has the same columns. If shared memory has room (KEEP), a block holds weight and bias
-   there in fp32, in the order in which a warp reads 16 bytes per thread. Otherwise they are read again for each row. */
+/* Weight and bias, for y = h weight + bias.  A missing weight is 1 and a missing bias is -0, which change no h.  In
+   rows of one chunk a thread always has the same columns.  If shared memory has room (KEEP), a block holds weight and
+   bias there in fp32, in the order in which a warp reads 16 bytes per thread.  Otherwise they are read again for each
+   row. */
 template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2437,9 +2439,9 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
 };
 
-/* A chunk of the row to normalise, in fp32. If the sum with the residual is stored, it is rounded to storage before it
-   is used, because the backward pass reads the stored one. The first pass computes and stores it, and later passes read
-   it. */
+/* A chunk of the row to normalise, in fp32.  If the sum with the residual is stored, it is rounded to storage before it
+   is used, because the backward pass reads the stored one.  The first pass computes and stores it, and later passes
+   read it. */
 template <int V, int E> struct ampc_norm_chunk {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2590,7 +2592,7 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* Computes dx for a chunk. `dsum` is the chunk of a.dsum, or NULL if it is to be read here. */
+/* Computes dx for a chunk.  `dsum` is the chunk of a.dsum, or NULL if it is to be read here. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
                                              int64_t start, int left, float mean, float rstd, const float *means,
@@ -2647,7 +2649,7 @@ template <int V, int E> struct ampc_column_sums {
             *b = first ? dbias[k] : *b + dbias[k];
         }
     }
-    /* Gathers the block's groups in order and writes its partial sum, [2, cols]. With shared sums there is one
+    /* Gathers the block's groups in order and writes its partial sum, [2, cols].  With shared sums there is one
        group. */
     __device__ void write(float *partial, int64_t cols) {
         for (int g = 0; g < place.groups; g++) {
@@ -2716,7 +2718,7 @@ size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
     return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
 }
 
-/* For rows of one chunk. The next row is fetched while this one is processed. If `partials` is NULL, only dx is
+/* For rows of one chunk.  The next row is fetched while this one is processed.  If `partials` is NULL, only dx is
    computed. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
@@ -2760,7 +2762,8 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* For rows of any length. The next chunk is prefetched into the L2 cache during this one and across a row's barrier. */
+/* For rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's
+   barrier. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -2804,7 +2807,7 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias, for the case that a row or its sums do not fit into a block. Block i of `blocks`
+/* Partial sums of dweight and dbias, for the case that a row or its sums do not fit into a block.  Block i of `blocks`
    adds rows i, i + blocks, ... for a strip of columns. */
 template <int V>
 __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
@@ -2832,7 +2835,7 @@ __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, 
     }
 }
 
-/* Sets a gradient to the sum of the partial sums, or adds that sum to it. A block has 32 columns, and 32 threads for
+/* Sets a gradient to the sum of the partial sums, or adds that sum to it.  A block has 32 columns, and 32 threads for
    each. */
 __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias,
                                                          const float *partials, int64_t blocks, int64_t cols) {
@@ -2852,8 +2855,8 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
-/* Plans the rows of a backward pass. If shared memory is too small for the rows that wait there, a block has fewer
-   groups. If one group is still too much, the kernel for rows of any length is planned. */
+/* Plans the rows of a backward pass.  If shared memory is too small for the rows that wait there, a block has fewer
+   groups.  If one group is still too much, the kernel for rows of any length is planned. */
 ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
     ampc_row_plan p = ampc_plan_rows(d, v, rows, cols, true);
     if (!ampc_one_chunk(p.v, p.e)) return p;
@@ -2908,7 +2911,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
 /* How a softmax's rows are counted. */
 struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
 
-/* The keys that a row's query sees. Most masks need few of the fields. */
+/* The keys that a row's query sees.  Most masks need few of the fields. */
 __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of,
                                                      int64_t row) {
     const amp_mask &m = a.mask;
@@ -2923,7 +2926,7 @@ __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, con
     return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
-/* Sets a piece's hidden scores to -inf. `at`, `first`, `low` and `high` count from the chunk's first element. */
+/* Sets a piece's hidden scores to -inf.  `at`, `first`, `low` and `high` count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high,
                                           float *s) {
@@ -2955,7 +2958,7 @@ __device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const 
     for (int p = 0; p < E / V; p++) ampc_hide<V>(sight, start, place.at(p), first, low, high, s + p * V);
 }
 
-/* Writes `cols` elements, which are a chunk of a softmax row. They are zeros from `end` on. */
+/* Writes `cols` elements, which are a chunk of a softmax row.  They are zeros from `end` on. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place, void *to, amp_dtype dtype, int cols,
                                                    int end, float inverse, const float *e) {
@@ -2974,7 +2977,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
     }
 }
 
-/* A row without visible keys has only scores of -inf, and gives zeros. NaN and +inf make the whole row NaN. */
+/* A row without visible keys has only scores of -inf, and gives zeros.  NaN and +inf make the whole row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
@@ -3024,7 +3027,7 @@ __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 
         slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum), a.scale);
 }
 
-/* dx = scale y (dy - sum(y dy)). A probability of 0 contributes 0, whatever its gradient. Hidden elements are not
+/* dx = scale y (dy - sum(y dy)).  A probability of 0 contributes 0, whatever its gradient.  Hidden elements are not
    read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
@@ -3108,7 +3111,7 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    `ahead` is how many pieces of each input a thread reads ahead. */
 
 template <int I, int O> struct ampc_map {
-    /* per_sm is blocks per multiprocessor: fewer for many operands, which need registers */
+    /* per_sm is blocks per multiprocessor, fewer with many operands, which need registers */
     enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };
     amp_mat in[I], out[O];
     int64_t cols, total;            /* elements of a row, pieces in all */
@@ -3168,7 +3171,7 @@ __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op
     }
 }
 
-/* Runs op over the shape of the first output. W is the widest piece that its operands allow. */
+/* Runs op over the shape of the first output.  W is the widest piece that its operands allow. */
 template <int W = 8, class Op, class Map>
 amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
@@ -3194,7 +3197,7 @@ amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream)
 
 /* ---- Activations */
 
-/* 1 / (1 + exp(-x)). Below -88 the exponential is infinite, and the result is 0. */
+/* 1 / (1 + exp(-x)).  Below -88 the exponential is infinite, and the result is 0. */
 __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(1.0f + ampc_exp(-x)); }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
@@ -3205,10 +3208,10 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* x where p, which is 0 or above, is not 0, and 0 elsewhere. x may be infinite; the product x p is then 0 where p is 0,
-   instead of NaN. */
+/* x where p, which is 0 or above, is not 0, and 0 elsewhere.  x may be infinite; the product x p is then 0 where p is
+   0, instead of NaN. */
 __device__ __forceinline__ float ampc_where_not_zero(float x, float p) { return p == 0.0f ? 0.0f : x; }
-/* s + x s (1 - s) (A + 3 B x^2). x^2 is limited to 10^4, where s has long been 0 or 1. */
+/* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4, where s has long been 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
     float square = fminf(ampc_mul(x, x), 1.0e4f),
           s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
@@ -3254,7 +3257,7 @@ struct ampc_act {
     }
 };
 
-/* The inputs are x and dy. With from_y, y of tanh stands in place of x. */
+/* The inputs are x and dy.  With from_y, y of tanh stands in place of x. */
 struct ampc_act_back {
     enum { ahead = 2 };
     amp_activation_kind kind;
@@ -3273,7 +3276,7 @@ struct ampc_act_back {
     }
 };
 
-/* op over N inputs. The B inputs after them are biases, which are added to the first B. */
+/* op over N inputs.  The B inputs after them are biases, which are added to the first B. */
 template <class Op, int N, int B> struct ampc_biased {
     enum { ahead = (Op::ahead + 1) / 2 };
     Op op;
@@ -3445,7 +3448,7 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
     return ampc_map_run(dev, "amp_add", m, ampc_sum2{args->alpha, args->beta, args->b != NULL}, stream);
 }
 
-/* Adds views. A thread takes one element at a time. */
+/* Adds views.  A thread takes one element at a time. */
 __global__ void __launch_bounds__(256) ampc_add_views_kernel(amp_k_add_views v, int64_t total) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t rest = i, a = 0, b = 0, y = 0;
@@ -3552,7 +3555,7 @@ amp_result ampc_rope(void *dev, const amp_k_rope *args, void *stream) {
 
 /* ==== 9 >>operators: losses and embeddings ==== */
 
-/* Writes 1 + row into a report that is clear or names a later row. An earlier call's report stays until the CPU has
+/* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the CPU has
    read and cleared it. */
 __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
     int32_t mine = row < INT32_MAX - 1 ? (int32_t)(row + 1) : INT32_MAX, seen = *(volatile int32_t *)report;
@@ -3570,7 +3573,7 @@ struct ampc_labels {
     float scale;                    /* of the gradient */
 };
 
-/* Runs as one block. values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`. scale is factor grad_scale /
+/* Runs as one block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`.  scale is factor grad_scale /
    counted, or factor grad_scale with `sum`. */
 __global__ void __launch_bounds__(1024)
     ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore, int32_t ignore, int sum,
@@ -3602,8 +3605,8 @@ __global__ void __launch_bounds__(1024)
     if (out->bad) ampc_report(report, first);
 }
 
-/* Sets *loss to the sum of n values, or to their mean over the count in `labels`. If `labels` is NULL, the count is
-   `counted`. The mean over a count of 0 is NaN. Runs as one block. */
+/* Sets *loss to the sum of n values, or to their mean over the count in `labels`.  If `labels` is NULL, the count is
+   `counted`.  The mean over a count of 0 is NaN.  Runs as one block. */
 template <class T>
 __global__ void __launch_bounds__(1024)
     ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
@@ -3650,7 +3653,7 @@ struct ampc_logit_row {
     unsigned char *kept;            /* with KEEP, the pieces in shared memory; else the row is read again */
     int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
     float at_label, max, sum;
-    /* The column of element k of the edges, which are counted from those before `head` on. */
+    /* The column of element k of the edges.  The elements before `head` come first. */
     __device__ __forceinline__ int64_t outside(int64_t k) const { return k < head ? k : edge + k - head; }
 };
 
@@ -3673,7 +3676,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
     return r;
 }
 
-/* The first pass over a row. With KEEP, it also copies the pieces to shared memory. */
+/* The first pass over a row.  With KEEP, it also copies the pieces to shared memory. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     enum { U = V == 1 ? 8 : 4 };    /* reads in flight */
@@ -3701,9 +3704,9 @@ __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entro
     return found;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes) with e = exp(x - max). In the label's column, 1 - smoothing is
-   subtracted within the brackets. Beyond the classes and in ignored rows, dlogits is 0. `share` is -scale smoothing /
-   classes, and `less` is what the label's column adds to e / sum. That column is written again after the whole row. */
+/* dlogits = scale (e / sum - smoothing / classes) with e = exp(x - max).  In the label's column, 1 - smoothing is
+   subtracted within the brackets.  Beyond the classes and in ignored rows, dlogits is 0.  `share` is -scale smoothing /
+   classes, and `less` is what the label's column adds to e / sum.  That column is written again after the whole row. */
 template <int V, bool KEEP>
 __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
                                                      float share, float less) {
@@ -3970,7 +3973,7 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
     return before + sum - x;
 }
 
-/* Each count becomes the sum of all counts before it. Runs as one block. */
+/* Each count becomes the sum of all counts before it.  Runs as one block. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
     int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n,
@@ -3996,7 +3999,7 @@ __device__ __forceinline__ unsigned ampc_same_digit(int digit, bool live) {
     return same;
 }
 
-/* Moves the keys of a tile to their places, 256 at a time. Thread d counts digit d. */
+/* Moves the keys of a tile to their places, 256 at a time.  Thread d counts digit d. */
 __global__ void __launch_bounds__(256)
     ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
     AMPC_SHARED(unsigned, count, 8 * AMPC_DIGITS);
@@ -4037,8 +4040,8 @@ template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m
     }
 }
 
-/* A call's sorted rows, and the sums of ids that span stretches. head[stretch] belongs to an id that began before the
-   stretch, and tail[stretch] to one that continues after it. Both are [stretches, cols]. */
+/* A call's sorted rows, and the sums of ids that span stretches.  head[stretch] belongs to an id that began before the
+   stretch, and tail[stretch] to one that continues after it.  Both are [stretches, cols]. */
 struct ampc_gather {
     amp_mat dy, dtable;
     const int32_t *ids;
@@ -4179,7 +4182,7 @@ amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc
                        m.cols / v, labels);
 }
 
-/* Sorts the numbers of a's rows by id. *order is set to the buffer that holds the result. */
+/* Sorts the numbers of a's rows by id.  *order is set to the buffer that holds the result. */
 amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const ampc_labels *labels, int64_t *counts,
                                int64_t *buffers[2], const int64_t **order, void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4263,7 +4266,7 @@ __device__ __forceinline__ float ampc_rounded(float x, amp_dtype compute) {
     }
 }
 
-/* One operand. Element (i, j), with i along m or n and j along k, is at data[i * outer + j * inner]. */
+/* One operand.  Element (i, j), with i along m or n and j along k, is at data[i * outer + j * inner]. */
 struct ampc_operand {
     const void *data;
     amp_dtype dtype, compute;
@@ -4272,7 +4275,7 @@ struct ampc_operand {
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
-/* Reads the elements at from + n step for n = 0 to 3, where n di < i_left and n dj < j_left. The other values are 0.
+/* Reads the elements at from + n step for n = 0 to 3, where n di < i_left and n dj < j_left.  The other values are 0.
    The reads overlap in time. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di,
                                                int j_left, int dj, float (&value)[4]) {
@@ -4289,8 +4292,8 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
     for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
 }
 
-/* Copies 64 x 16 elements from (i0, j0) on into tile[j][i], with zeros beyond the matrix. Neighbouring threads read
-   neighbouring elements. Returns whether this thread found an infinity or NaN. */
+/* Copies 64 x 16 elements from (i0, j0) on into tile[j][i], with zeros beyond the matrix.  Neighbouring threads read
+   neighbouring elements.  Returns whether this thread found an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
                                                 int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
@@ -4311,8 +4314,8 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     return wild;
 }
 
-/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], for each d in order. With WEIGHTS, a holds weights, and 0 times infinity is
-   0. */
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], for each d in order.  With WEIGHTS, a holds weights, and 0 times infinity
+   is 0. */
 template <bool WEIGHTS>
 __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -4389,7 +4392,7 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 /* The dtype that stores operands of a compute dtype. */
 amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
-/* Operand a or b as it is stored. The references are to fields of its product. */
+/* Operand a or b as it is stored.  The references are to fields of its product. */
 struct ampc_gemm_operand {
     const void *&data;
     amp_dtype &dtype;
@@ -4417,7 +4420,7 @@ struct ampc_gemm_operand {
     }
 };
 
-/* An operand that saturates. It is [n[0], n[1], n[2], cols], with contiguous columns. */
+/* An operand that saturates.  It is [n[0], n[1], n[2], cols], with contiguous columns. */
 struct ampc_cut {
     const void *x; void *to;
     amp_dtype from, dtype;
@@ -4465,7 +4468,7 @@ amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void 
     return ampc_cast(dev, &cast, stream);
 }
 
-/* Casts operand a or b. The copy has the operand's layout if its elements fill their memory. Otherwise, and if the
+/* Casts operand a or b.  The copy has the operand's layout if its elements fill their memory.  Otherwise, and if the
    operand saturates, the copy has row after row without gaps. */
 amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch &own, void *stream) {
     ampc_gemm_operand x(g, b);
@@ -4488,7 +4491,7 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     return AMP_OK;
 }
 
-/* The inputs are the product, which is multiplied by *factor; the bias, or act's saved input; and the old c. The
+/* The inputs are the product, which is multiplied by *factor; the bias, or act's saved input; and the old c.  The
    outputs are c and act's input. */
 template <int O> struct ampc_finish {
     enum { ahead = 2 };
@@ -4537,7 +4540,7 @@ amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm
                                 : ampc_gemm_map_as<1>(dev, g, product, factor, stream);
 }
 
-/* A warp adds a row. A lane adds AMPC_SUM_CHAIN numbers in fp32 at a time, and then these sums in fp64. */
+/* A warp adds a row.  A lane adds AMPC_SUM_CHAIN numbers in fp32 at a time, and then these sums in fp64. */
 __global__ void __launch_bounds__(256) ampc_row_sum_kernel(amp_mat x, amp_k_gradient out) {
     for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < x.rows; row += (int64_t)gridDim.x * 8) {
         double total = 0;
@@ -4576,7 +4579,7 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
    c^T = op(b)^T op(a)^T.  Its A is therefore b, and its B is a.  Its rows are our columns, and a vector along its rows
    is a bias. */
 
-/* Everything that a product's plan depends on. Keys are compared byte by byte, so there is no padding. */
+/* Everything that a product's plan depends on.  Keys are compared byte by byte, so there is no padding. */
 struct ampc_product_key {
     int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
     int32_t compute, c_dtype, trans_a, trans_b, epilogue;
@@ -4584,7 +4587,7 @@ struct ampc_product_key {
     uint8_t align[8];               /* log2 of the alignment of a, b, c, bias, aux, 8 at most */
 };
 /* The key of a call's plan has the first way in place of the epilogue, and `around` says how operands and vectors are
-   stored. In the key of a product's plan, `around` is zeros. */
+   stored.  In the key of a product's plan, `around` is zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
@@ -4595,7 +4598,8 @@ enum ampc_way {
     AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if possible), and a map for the rest */
     AMPC_UNITS       /* the kernel of the fp32 units */
 };
-/* Steps, in order of execution.  ADD_SUM: the epilogue sums into scratch memory. */
+/* The steps of a call, in order of execution.  With AMPC_ADD_SUM, the epilogue sums into scratch memory, and a kernel
+   then takes the sums to the gradient. */
 enum {
     AMPC_CAST_A = 1,
     AMPC_CAST_B = 2,
@@ -4607,7 +4611,7 @@ enum {
     AMPC_SUMS = 128
 };
 
-/* A call's plan has steps. The plan of a product in cuBLASLt has the other fields. Calls work on copies, which share
+/* A call's plan has steps.  The plan of a product in cuBLASLt has the other fields.  Calls work on copies, which share
    the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
@@ -4683,7 +4687,7 @@ cudaDataType ampc_blas_type(amp_dtype dtype) {
     }
 }
 
-/* Part of a key: a compute dtype, and for FP8 every attribute of the operands that cuBLASLt gets. */
+/* The part of a key that is the compute dtype and, for FP8, every attribute of the operands that cuBLASLt gets. */
 int32_t ampc_compute_key(const amp_k_gemm &g) {
     if (g.compute != AMP_FP8) return g.compute;
     int32_t key = g.compute | g.fp8[0]->scaling << 8;
@@ -4695,15 +4699,15 @@ int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
     return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
 }
 
-/* Whether an epilogue can sum into this gradient. An epilogue overwrites, in c's dtype. Sums that are to be added or
+/* Whether an epilogue can sum into this gradient.  An epilogue overwrites, in c's dtype.  Sums that are to be added or
    rounded otherwise need fp32. */
 bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
     return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
 }
 
-/* The epilogue of cuBLASLt that does all of g, or -1. The activations of epilogues also apply to beta c. Of GELU they
-   have only the tanh form, in an approximation that is good enough for 16 bits. They save only the signs of RELU's
-   input. aux must be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h,
+/* The epilogue of cuBLASLt that does all of g, or -1.  The activations of epilogues also apply to beta c.  Of GELU they
+   have only the tanh form, in an approximation that is good enough for 16 bits.  They save only the signs of RELU's
+   input.  aux must be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h,
    CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
 int ampc_gemm_epilogue(const amp_k_gemm &g) {
     amp_dtype in = ampc_operand_dtype(g.compute);
@@ -4725,8 +4729,8 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
 }
 
-/* ampc_epilogue_sum is the gradient that an epilogue sums into. ampc_epilogue_vector is the epilogue's vector, which is
-   that gradient, scratch memory for it, or a bias. NULL means that there is none. */
+/* ampc_epilogue_sum is the gradient that an epilogue sums into.  ampc_epilogue_vector is the epilogue's vector, which
+   is that gradient, scratch memory for it, or a bias.  NULL means that there is none. */
 const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
     return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
 }
@@ -4813,7 +4817,7 @@ ampc_fp8_place ampc_fp8_place_of(int64_t outer, int64_t k, const amp_k_fp8 &how)
     return p;
 }
 
-/* The scales by which cuBLASLt multiplies operand a or b of a product. k is filled up, and with scales of blocks the
+/* The scales by which cuBLASLt multiplies operand a or b of a product.  k is filled up, and with scales of blocks the
    other sizes are too. */
 const void *ampc_fp8_scales(const amp_k_gemm &g, int b) {
     const ampc_fp8_place p = ampc_fp8_place_of(b ? g.n : g.m, g.k, *g.fp8[b]);
@@ -4866,7 +4870,7 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks cuBLASLt for algorithms. Split sums must not be kept in c's dtype, which would round them. */
+/* Asks cuBLASLt for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
@@ -4911,8 +4915,8 @@ amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Takes the algorithm from a file if it can still run, and otherwise the heuristic's first one. In the latter case
-   nothing is measured, so that every run gives the same bits. Sums over k are then taken apart, because many versions
+/* Takes the algorithm from a file if it can still run, and otherwise the heuristic's first one.  In the latter case
+   nothing is measured, so that every run gives the same bits.  Sums over k are then taken apart, because many versions
    of cuBLASLt refuse them or have slow kernels for them. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
@@ -4945,14 +4949,14 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
 }
 
-/* The plan with this key, or NULL. The lock of the plans must be held. */
+/* The plan with this key, or NULL.  The lock of the plans must be held. */
 ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     ampc_plan *plan = *ampc_plan_slot(dev, key);
     while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
     return plan;
 }
 
-/* Copies the plan with this key and its product's plan. Returns false if there is none. */
+/* Copies the plan with this key and its product's plan.  Returns false if there is none. */
 bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out, ampc_plan *product) {
     ampc_locked locked(&dev->blas.lock);
     const ampc_plan *plan = ampc_plan_find(dev, key);
@@ -4971,7 +4975,7 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
-/* Keeps a plan, in place of one that came from a file or has outdated steps; frees it if another thread was faster. */
+/* Keeps a plan, in place of one that came from a file or has outdated steps.  Frees it if another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     bool known;
     {
@@ -5010,7 +5014,7 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
     return AMP_OK;
 }
 
-/* Runs the product of a plan. *done is set to false if cuBLASLt declines after all. */
+/* Runs the product of a plan.  *done is set to false if cuBLASLt declines after all. */
 amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_gemm &g, void *stream, bool *done) {
     ampc_scratch workspace(dev, stream);
     cublasLtMatmulDescOpaque_t product;
@@ -5061,7 +5065,7 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
 
 /* ---- One call.  The planner lists its steps once for all calls that are alike. */
 
-/* Whether cuBLASLt can do a product at all. It counts in 32 bits. If alpha is 0, neither a nor b may be read, as in
+/* Whether cuBLASLt can do a product at all.  It counts in 32 bits.  If alpha is 0, neither a nor b may be read, as in
    BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m, least = g.m;
@@ -5070,7 +5074,7 @@ bool ampc_gemm_for_library(const amp_k_gemm &g) {
     return most <= INT32_MAX && least > 0 && ampi_is_set(g.alpha);
 }
 
-/* Removes what a call does not use. Unused strides become those of a packed matrix. */
+/* Removes what a call does not use.  Unused strides become those of a packed matrix. */
 void ampc_gemm_tidy(amp_k_gemm *g) {
     if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
     if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
@@ -5084,7 +5088,7 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
 /* Stands for scratch memory in a plan, where only the alignment of that memory matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
-/* ampc_way_maps is whether a map computes c from a plain product. ampc_way_product is the product of a way. A plain
+/* ampc_way_maps is whether a map computes c from a plain product.  ampc_way_product is the product of a way.  A plain
    product is in c itself if possible, and otherwise in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
     return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
@@ -5098,8 +5102,8 @@ amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     return p;
 }
 
-/* The steps of a way, or 0 if there is no such way to do the call. *product is set to the product after the operands'
-   casts. Vectors must be in c's dtype and 16-byte aligned. Other vectors, and sums that are to be added, go through
+/* The steps of a way, or 0 if there is no such way to do the call.  *product is set to the product after the operands'
+   casts.  Vectors must be in c's dtype and 16-byte aligned.  Other vectors, and sums that are to be added, go through
    scratch memory. */
 int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     const amp_dtype in = ampc_operand_dtype(args.compute);
@@ -5124,7 +5128,7 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
-/* The product as the plan sees it. A vector that goes through scratch memory has that memory's alignment. */
+/* The product as the plan sees it.  A vector that goes through scratch memory has that memory's alignment. */
 amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
     amp_k_gemm told = product;
     if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
@@ -5136,7 +5140,7 @@ bool ampc_bias_copied(const amp_k_gemm &g) {
     return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0;
 }
 
-/* Takes the steps after the operands' casts. `plan` is the product's plan. *done is set to false if cuBLASLt declines
+/* Takes the steps after the operands' casts.  `plan` is the product's plan.  *done is set to false if cuBLASLt declines
    after all, and nothing is written then. */
 amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan,
                          void *stream, bool *done) {
@@ -5168,7 +5172,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
 }
 
-/* The planner finds the first way from `first` on that works. Until everything is measured, the next call plans
+/* The planner finds the first way from `first` on that works.  Until everything is measured, the next call plans
    again. */
 amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call,
                           ampc_plan *plan) {
@@ -5241,8 +5245,8 @@ __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int
 
 __device__ __forceinline__ uint32_t ampc_magnitude(float x) { return ampi_bits_f32(x) & 0x7fffffffu; }
 
-/* Rounds one number of any kind. Finite numbers saturate. NaN stays NaN, and infinities keep their sign. E4M3 has no
-   infinity, so they become NaN there. A scale may be NaN. */
+/* Rounds one number of any kind.  Finite numbers saturate.  NaN stays NaN, and infinities keep their sign.  E4M3 has no
+   infinity, so they become NaN there.  A scale may be NaN. */
 __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool e5m2) {
     const bool finite = ampc_finite(x);
     const uint32_t bits = !finite ? ampi_bits_f32(x) : (scaled & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : scaled;
@@ -5251,7 +5255,8 @@ __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool 
 
 struct ampc_fp8_counts { int saturated, underflowed, nonfinite; };
 
-/* Multiplies four numbers by their scales, rounds the results and counts them. */
+/* Multiplies four numbers by their scales and rounds the results.  Counts those that saturate, underflow or are not
+   finite. */
 __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *scale, bool e5m2, ampc_fp8_counts &n) {
     const uint32_t beyond = e5m2 ? 0x47700000u : 0x43e80001u;       /* rounds to more than the largest number */
     uint32_t scaled[4], four = 0;
@@ -5278,7 +5283,7 @@ __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *s
     return four;
 }
 
-/* Computes a block's scale from its amax, as bits. Stores the factor that undoes the scale where cuBLASLt reads it.
+/* Computes a block's scale from its amax, as bits.  Stores the factor that undoes the scale where cuBLASLt reads it.
    `outer` and `block` are positions in the operand. */
 __device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, int64_t all, uint32_t amax,
                                                          int64_t outer, int64_t block) {
@@ -5356,7 +5361,7 @@ __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint
     }
 }
 
-/* The scale of a tensor: by its history, or by its current amax if it has none. */
+/* The scale of a tensor, by its history, or by its current amax if it has none. */
 __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     const bool delayed = j.how.scaling == AMP_FP8_DELAYED;
     if (delayed && j.how.slot->scale > 0.0f) return j.how.slot->scale;
@@ -5364,7 +5369,7 @@ __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     return ampi_fp8_margin_scale(head->amax, j.how.dtype, delayed ? j.how.margin : 0);
 }
 
-/* Adds a block's largest magnitude to the tensor's. The last block adds the tensor's largest magnitude to the history,
+/* Adds a block's largest magnitude to the tensor's.  The last block adds the tensor's largest magnitude to the history,
    if it is finite. */
 __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_t amax) {
     ampc_fp8_head *head = j.head[0] ? j.head[0] : j.head[1];
@@ -5375,7 +5380,7 @@ __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_
     if (amax < 0x7f800000u) atomicMax(j.how.amax, amax);
 }
 
-/* Casts, transposes and takes amax in one pass. A block has a tile of 128 x 128, and a thread 4 x 8 of it. */
+/* Casts, transposes and takes amax in one pass.  A block has a tile of 128 x 128, and a thread 4 x 8 of it. */
 template <int W, ampc_fp8_kind KIND>
 __global__ void __launch_bounds__(AMPC_FP8_THREADS, KIND == AMPC_FP8_MEASURE ? 2 : 1)
 ampc_fp8_kernel(ampc_fp8_job j, ampc_divisor across, int64_t tiles) {
@@ -5458,9 +5463,9 @@ template <ampc_fp8_kind KIND> amp_result ampc_fp8_launch(ampc_device *dev, const
                        ampc_grid(dev, down * across, 2), AMPC_FP8_THREADS, 0, stream, j, across, down * across);
 }
 
-/* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns. NULL means that one is
-   not wanted. With scales of blocks, only one of them may be wanted. Blocks are read once, and so is x if its scale is
-   delayed. A current scale is known only when all of x has been read, so it takes a second pass. */
+/* Rounds x to `rows`, with k along x's rows, and to `columns`, with k along x's columns.  NULL means that one is not
+   wanted.  With scales of blocks, only one of them may be wanted.  Blocks are read once, and so is x if its scale is
+   delayed.  A current scale is known only when all of x has been read, so it takes a second pass. */
 amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat &x, void *rows, void *columns,
                           void *stream) {
     void *const to[2] = {rows, columns};
@@ -5482,8 +5487,8 @@ amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat 
     return ampc_fp8_launch<AMPC_FP8_TENSOR>(dev, j, stream);
 }
 
-/* Writes an operand's numbers as bf16. Scales of blocks are undone. Of a tensor's scale, only the part that the factor
-   cannot hold is undone. */
+/* Writes an operand's numbers as bf16.  Scales of blocks are undone.  Of a tensor's scale, only the part that the
+   factor cannot hold is undone. */
 __global__ void __launch_bounds__(256)
 ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k_fp8 how, ampc_divisor by_k,
                       int64_t total) {
@@ -5520,9 +5525,9 @@ __global__ void ampc_fp8_factor_kernel(float alpha, const void *head_a, const vo
     *factor = (float)ampc_mul(ampc_mul((double)alpha, ampc_fp8_undo(head_a)), ampc_fp8_undo(head_b));
 }
 
-/* Multiplies rounded operands in cuBLASLt. g has the operands and c. *done is set to false if cuBLASLt declines.
-   Vectors are in c's dtype. cuBLASLt multiplies by both scales in fp32. Where the scales' product is too large for
-   fp32, c is infinite or NaN, so a scaler skips the step. Where it is below 2^-126, each of c's numbers is off by k
+/* Multiplies rounded operands in cuBLASLt.  g has the operands and c.  *done is set to false if cuBLASLt declines.
+   Vectors are in c's dtype.  cuBLASLt multiplies by both scales in fp32.  Where the scales' product is too large for
+   fp32, c is infinite or NaN, so a scaler skips the step.  Where it is below 2^-126, each of c's numbers is off by k
    2^-108 at most. */
 amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *stream, bool *done) {
     ampc_scratch vector(dev, stream);
@@ -5541,7 +5546,7 @@ amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *
     return AMP_OK;
 }
 
-/* Does the same in bf16, into g.c, which is fp32. `factor` is set to the number by which the result must be
+/* Does the same in bf16, into g.c, which is fp32.  `factor` is set to the number by which the result must be
    multiplied. */
 amp_result ampc_fp8_emulated(ampc_device *dev, const amp_k_gemm &g, ampc_scratch &factor, void *stream) {
     ampc_scratch wide(dev, stream);
@@ -5571,14 +5576,14 @@ bool ampc_fp8_has(const ampc_device *dev, const amp_k_gemm &g) {
     }
 }
 
-/* Whether cuBLASLt can write c itself. c must be aligned to 16 bytes, and the length of its rows and their distance
-   must be multiples of 16 bytes. With AMP_FP8_BLOCK, m and n must not have been filled up. */
+/* Whether cuBLASLt can write c itself.  c must be aligned to 16 bytes, and the length of its rows and their distance
+   must be multiples of 16 bytes.  With AMP_FP8_BLOCK, m and n must not have been filled up. */
 bool ampc_fp8_direct(const amp_k_gemm &g) {
     const bool blocks = g.fp8[0]->scaling == AMP_FP8_BLOCK;
     return ampc_aligned(g.c, (g.n | g.ldc) * ampc_dtype_size(g.c_dtype)) && (!blocks || (g.m | g.n) % 16 == 0);
 }
-/* The epilogue that does all of g, or -1. No document names an epilogue for FP8 that writes aux matrices, nor any with
-   scales of blocks. The bias of an fp32 result would be bf16. */
+/* The epilogue that does all of g, or -1.  No document names an epilogue for FP8 that writes aux matrices, nor any with
+   scales of blocks.  The bias of an fp32 result would be bf16. */
 int ampc_fp8_epilogue(amp_k_gemm g) {
     if (g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL) return CUBLASLT_EPILOGUE_DEFAULT;
     if (ampc_fp8_in_blocks(*g.fp8[0]) || g.pre != NULL || g.c_dtype == AMP_F32) return -1;
@@ -5586,7 +5591,7 @@ int ampc_fp8_epilogue(amp_k_gemm g) {
     return ampc_gemm_epilogue(g);
 }
 
-/* Does the call g. `p` has its operands, rounded, and g's sizes, alpha, beta and c. */
+/* Does the call g.  `p` has its operands, rounded, and g's sizes, alpha, beta and c. */
 amp_result ampc_fp8_product(ampc_device *dev, const amp_k_gemm &g, amp_k_gemm p, void *stream) {
     ampc_scratch wide(dev, stream), factor(dev, stream);
     bool native = ampc_fp8_has(dev, g) && ampc_gemm_for_library(p), done = false;
@@ -5607,7 +5612,7 @@ bool ampc_fp8_is_rounded(amp_dtype dtype) { return dtype == AMP_E4M3 || dtype ==
 /* Whether an operand's k lies along its rows. */
 bool ampc_fp8_along(const amp_k_gemm &g, int b) { return b ? g.trans_b != 0 : g.trans_a == 0; }
 
-/* Rounds operand a or b, unless gemm_pack or the previous product did. If both products of a pair take the operand, it
+/* Rounds operand a or b, unless gemm_pack or the previous product did.  If both products of a pair take the operand, it
    is rounded in both directions. */
 amp_result ampc_fp8_operand(ampc_device *dev, const amp_k_gemm &g, int b, ampc_scratch &own, const void **out,
                             void *stream) {
@@ -5649,7 +5654,7 @@ amp_result ampc_fp8_update(void *device, const amp_k_fp8_update *args, void *str
                        64, 0, stream, *args);
 }
 
-/* If two products read an operand in both directions, the first product rounds it for both. Scales of blocks differ
+/* If two products read an operand in both directions, the first product rounds it for both.  Scales of blocks differ
    with the direction, so such operands are not shared. */
 amp_result ampc_fp8_reserve(ampc_device *dev, amp_k_gemm *args) {
     ampc_scratch scratch(dev, NULL);
@@ -5716,7 +5721,7 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
-/* The buffers of a product. There are `sets` of them, so that the next run does not read from the cache. The last set
+/* The buffers of a product.  There are `sets` of them, so that the next run does not read from the cache.  The last set
    holds the correct results. */
 struct ampc_tuning {
     ampc_device *dev;
@@ -5735,7 +5740,7 @@ struct ampc_tuning {
 int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
-/* The product on set i. Its buffers are consecutive, and each is aligned as the caller's is. *bytes is set to their
+/* The product on set i.  Its buffers are consecutive, and each is aligned as the caller's is.  *bytes is set to their
    total. */
 amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     amp_k_gemm g = t->g;
@@ -5782,7 +5787,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
     ampc_count(wrong, found, scratch);
 }
 
-/* Fills the inputs of a set. c is 0, so that beta changes nothing. */
+/* Fills the inputs of a set.  c is 0, so that beta changes nothing. */
 amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     amp_k_gemm g = ampc_tune_set(t, i);
     const struct { const void *p; int64_t n; amp_dtype dtype; } inputs[] = {
@@ -5797,7 +5802,7 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* Takes the memory of the sets, fills the inputs, and makes the events. All sets but the last are for timing. */
+/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing. */
 amp_result ampc_tune_open(ampc_tuning *t) {
     int64_t sets;
     (void)ampc_tune_set(t, 0, &t->bytes);
@@ -5821,7 +5826,7 @@ amp_result ampc_tune_trial(const ampc_tuning *t, const amp_k_gemm &g, bool *done
     return ampc_gemm_run(t->dev, g, AMPC_FUSED, ampc_way_steps(g, AMPC_FUSED, &product), *t->plan, t->stream, done);
 }
 
-/* Adds to *wrong the number of outputs that differ between sets i and j. GELU's may differ a little, because cuBLASLt
+/* Adds to *wrong the number of outputs that differ between sets i and j.  GELU's may differ a little, because cuBLASLt
    approximates it. */
 amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
     amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
@@ -5894,7 +5899,7 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* Measures the time of so many products in a row, the first on set i. The stream is kept busy until all are queued,
+/* Measures the time of `products` products in a row, the first on set i.  The stream is kept busy until all are queued,
    because the CPU takes longer to launch a small product than the GPU takes to run it. */
 amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
     bool done = false;
@@ -5940,8 +5945,8 @@ void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char
 /* An algorithm must take less than this share of the first one's time to replace it. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Times the correct algorithms. *best is set to the fastest one, to 0 if the fastest gains little over the first, or to
-   -1 if none is correct. */
+/* Times the correct algorithms.  *best is set to the fastest one, to 0 if the fastest gains little over the first, or
+   to -1 if none is correct. */
 amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
     char what[96];
     *best = -1;
@@ -5961,7 +5966,7 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* Leaves the best choice in the plan, which is refused if no algorithm is correct. */
+/* Leaves the best choice in the plan.  The plan is refused if no algorithm is correct. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
@@ -5993,8 +5998,8 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Measures a plan. Without enough memory the plan stays as it was. The memory goes back to CUDA afterwards, because it
-   may be much. `plan` is the caller's copy; other threads see its findings once it is measured. */
+/* Measures a plan.  Without enough memory the plan stays as it was.  The memory goes back to CUDA afterwards, because
+   it may be much.  `plan` is the caller's copy; other threads see its findings once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
@@ -6160,7 +6165,7 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 #endif
 }
 
-/* Loads four 8 x 8 matrices from shared memory. Lane 8 i + j gives the address of row j of matrix i. */
+/* Loads four 8 x 8 matrices from shared memory.  Lane 8 i + j gives the address of row j of matrix i. */
 __device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -6189,8 +6194,8 @@ __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) {
     return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128;
 }
 
-/* Starts to copy ROWS rows of `dim` numbers, which are `stride` bytes apart. Numbers from dim on, and rows from `count`
-   on, become 0. */
+/* Starts to copy ROWS rows of `dim` numbers, which are `stride` bytes apart.  Numbers from dim on, and rows from
+   `count` on, become 0. */
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim,
                                                 int count) {
@@ -6204,7 +6209,7 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
-/* 16 M rows of D numbers, which are left operands of products. They are held in registers (HELD), or loaded for each
+/* 16 M rows of D numbers, which are left operands of products.  They are held in registers (HELD), or loaded for each
    product. */
 template <int D, int M, bool HELD> struct ampc_tile_rows {
     uint32_t x[HELD ? D / 16 : 1][M][4];
@@ -6217,7 +6222,7 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
         AMPC_UNROLL
         for (int m = 0; m < M; m++) ampc_matrix_load(to[m], ampc_tile_on(from, 2 * k) + m * 32 * D);
     }
-    /* `tile` holds the rows. Without HELD, it must hold them until the last product. */
+    /* `tile` holds the rows.  Without HELD, it must hold them until the last product. */
     __device__ __forceinline__ explicit ampc_tile_rows(const unsigned char *tile) : rows(tile) {
         AMPC_UNROLL
         for (int k = 0; k < (HELD ? D / 16 : 0); k++) load(x[k], at(tile), k);
@@ -6259,7 +6264,7 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
-/* c += w b, where w is 16 M x 8 N weights in the layout of ampc_tile_scores, and b has 8 N rows of D numbers. The
+/* c += w b, where w is 16 M x 8 N weights in the layout of ampc_tile_scores, and b has 8 N rows of D numbers.  The
    weights are rounded to 16 bits. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
@@ -6330,28 +6335,28 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
    of dq.  Blocks that own keys compute dk and dv.  Blocks that own queries compute the weights again and dq.  That is 7
    products, where one pass that sums dq over blocks takes 5.  In return, no weight goes through memory. */
 
-/* From this size on, the rounding of a maximum in powers of 2 is no longer negligible. Such a maximum is subtracted
+/* From this size on, the rounding of a maximum in powers of 2 is no longer negligible.  Such a maximum is subtracted
    before the scores are scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
-/* Weights follow a row's maximum only when it has grown by more than this power of 2. That seldom happens after the
-   first tiles. Until it happens, weights may be above 1, and o and the sums need not shrink. This is FlashAttention-4's
-   conditional rescaling. */
+/* Weights follow a row's maximum only when it has grown by more than this power of 2.  That seldom happens after the
+   first tiles.  Until it happens, weights may be above 1, and o and the sums need not shrink.  This is
+   FlashAttention-4's conditional rescaling. */
 #define AMPC_FLASH_LAG 8.0f
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_OWN = 128,           /* rows of a block */
-    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, and keys */
+    AMPC_FLASH_LONGEST = 1 << 28,   /* the most queries, and the most keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
     AMPC_SWEEP_BYTES = 512          /* for a block's ampc_sweep, at the end of its shared memory */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-/* A pass for heads of D numbers. `threads` are those of a block, and `blocks` those per multiprocessor. `tile` is how
-   many rows a tile of the other side has, and `columns` is how many of them go through the products at a time. `held`
-   is how many of the own operands are held in registers. With four warps, each has 32 own rows, and with eight, each
-   has 16. A pass's sums take most of its registers, and dk and dv leave no room for k and v. Forward gains more from a
-   third block, or from more columns, than from q in registers. */
+/* A pass for heads of D numbers.  `threads` are those of a block, and `blocks` those per multiprocessor.  `tile` is how
+   many rows a tile of the other side has, and `columns` is how many of them go through the products at a time.  `held`
+   is how many of the own operands are held in registers.  With four warps, each has 32 own rows, and with eight, each
+   has 16.  A pass's sums take most of its registers, and dk and dv leave no room for k and v.  Forward gains more from
+   a third block, or from more columns, than from q in registers. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
     if (pass == AMPC_FORWARD)
@@ -6384,17 +6389,17 @@ struct ampc_flash_operand {
 #endif
 };
 
-/* An arbitrary mask as bits. Bit j % 32 of word j / 32 of a row says whether key j is visible. Rows are padded with
-   zeros to a multiple of 128 keys. Strides are in words. */
+/* An arbitrary mask as bits.  Bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
+   zeros to a multiple of 128 keys.  Strides are in words. */
 struct ampc_flash_bits {
     uint32_t *data;                 /* NULL: the mask is of another kind */
     int64_t batch, head, row;
 };
 
-/* One launch. In AMPC_FORWARD, own is q, others are k and v, and out is o. In AMPC_TO_QUERIES, own are q and do, others
-   are k and v, and out is dq. In AMPC_TO_KEYS, own are k and v, others are q and do, and out are dk and dv. Blocks are
-   numbered so that `together` heads, whose operands fit the L2 cache, come in sequence. The sequence begins with the
-   tiles that see most, which are the last queries or the first keys. */
+/* One launch.  In AMPC_FORWARD, own is q, others are k and v, and out is o.  In AMPC_TO_QUERIES, own are q and do,
+   others are k and v, and out is dq.  In AMPC_TO_KEYS, own are k and v, others are q and do, and out are dk and dv.
+   Blocks are numbered so that `together` heads, whose operands fit the L2 cache, come in sequence.  The sequence begins
+   with the tiles that see most, which are the last queries or the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
@@ -6410,8 +6415,8 @@ struct ampc_flash_call {
 
 #if AMPC_TENSOR_CORES
 
-/* The keys that query i sees. They are those with low(i) <= j < high(i), where both bounds grow with i, and those with
-   j < first(i). Of these, query i sees the keys in its document that are set in the bits. */
+/* The keys that query i sees.  They are those with low(i) <= j < high(i), where both bounds grow with i, and those with
+   j < first(i).  Of these, query i sees the keys in its document that are set in the bits. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
     /* globals: global positions; global_queries: as many if the mask looks both ways, else 0; ahead: see
@@ -6423,7 +6428,8 @@ struct ampc_band {
     int64_t words;                  /* of a row of bits */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
-    /* first_globals is how many global keys query i may see. For a global query, first is the number of all keys. */
+    /* first_globals is how many global keys query i may see.  For a global query, first is the number of all keys, and
+       for others it is first_globals. */
     __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
     __device__ int first(int i) const {
         return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i);
@@ -6433,9 +6439,9 @@ struct ampc_band {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
     }
     __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
-    /* The document of the key or query at a position. Beyond them it is any document. */
+    /* The document of the key or query at a position.  Beyond them it is any document. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
-    /* The bits of the 32 keys around key j. Beyond the queries they are any bits. */
+    /* The bits of the 32 keys around key j.  Beyond the queries they are any bits. */
     __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
         return (j < first(i) || (j >= low(i) && j < high(i))) &&
@@ -6469,7 +6475,7 @@ __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, cons
     return s;
 }
 
-/* Finds the least and the largest document number at n positions. All lanes of a warp must call it. */
+/* Finds the least and the largest document number at n positions.  All lanes of a warp must call it. */
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int n, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
@@ -6483,7 +6489,7 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
     most = __reduce_max_sync(0xffffffffu, most);
 }
 
-/* Finds whether some and whether all of the bits of n queries and of `columns` keys are set. All lanes of a warp must
+/* Finds whether some and whether all of the bits of n queries and of `columns` keys are set.  All lanes of a warp must
    call it. */
 __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some,
                                                bool &all) {
@@ -6543,13 +6549,13 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
     return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
 }
 
-/* A block's own queries or keys, from row `own` on, and its path over the other side. It is in shared memory, because
+/* A block's own queries or keys, from row `own` on, and its path over the other side.  It is in shared memory, because
    the loop has no registers to spare. */
 template <bool KEYS> struct ampc_sweep {
     ampc_reach warps[8][2], block[2];   /* [0]: by the band; [1]: through global positions */
     ampc_flash_place place;
     ampc_band band;
-    int own, tile, first, end;      /* tile: its rows; first, end: of the other side */
+    int own, tile, first, end;      /* tile: its rows; first, end: on the other side */
     /* One thread of each warp calls this. */
     __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows) {
         const int warp = (int)threadIdx.x / 32;
@@ -6591,7 +6597,7 @@ template <bool KEYS> struct ampc_sweep {
         if (most[0] < least[1] || most[1] < least[0]) return AMPC_HIDDEN;
         return open && min(least[0], least[1]) == max(most[0], most[1]) ? AMPC_OPEN : AMPC_PARTLY;
     }
-    /* The next tile from `other` on that is not hidden. If there is none, it is `end` or more. Global positions come
+    /* The next tile from `other` on that is not hidden.  If there is none, it is `end` or more.  Global positions come
        before the band. */
     __device__ __forceinline__ int next(int other) const {
         if (!band.special) return other;
@@ -6602,7 +6608,7 @@ template <bool KEYS> struct ampc_sweep {
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* The part of `hide` for the bits. `mine` and `other` are the lane's. */
+    /* The part of `hide` for the bits.  `mine` and `other` are the lane's. */
     template <int M, int N>
     __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                                float value) const {
@@ -6622,7 +6628,7 @@ template <bool KEYS> struct ampc_sweep {
             }
         }
     }
-    /* Sets hidden elements of x and y to `value`. Their rows are those from `mine` on, and their columns those from
+    /* Sets hidden elements of x and y to `value`.  Their rows are those from `mine` on, and their columns those from
        `other` on. */
     template <int M, int N>
     __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
@@ -6675,7 +6681,7 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
     }
-    /* How many of this lane's numbers are within dim, which may be negative. */
+    /* How many of this lane's numbers are within dim.  The count may be negative. */
     static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
     __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
@@ -6703,8 +6709,8 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The exponent of 2 of a score's weight, at most `most`. `stat` is the maximum or log-sum-exp to subtract. It is given
-   in powers of 2 while its rounding is negligible, and otherwise as twice itself. */
+/* The exponent of 2 of a score's weight, at most `most`.  `stat` is the maximum or log-sum-exp to subtract.  It is
+   given in powers of 2 while its rounding is negligible, and otherwise as twice itself. */
 __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat,
                                                   float most = 0.0f) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
@@ -6712,7 +6718,7 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
     return x > most ? most : x;
 }
 
-/* Computes row `mine` of the results. `stats` are those of the other side's queries in AMPC_TO_KEYS, and of this query
+/* Computes row `mine` of the results.  `stats` are those of the other side's queries in AMPC_TO_KEYS, and of this query
    otherwise. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
@@ -6752,9 +6758,9 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 
 /* ---- Forward */
 
-/* Turns raw scores into exp(scaled score - running maximum). When the maximum grows, here by more than AMPC_FLASH_LAG,
-   o and the sums shrink (Milakov and Gimelshein 2018). `max` are maxima of raw scores. A row without visible keys so
-   far has -inf, and weights of 0. Each step is done for all rows before the next, so that they hide each other's
+/* Turns raw scores into exp(scaled score - running maximum).  When the maximum grows, here by more than AMPC_FLASH_LAG,
+   o and the sums shrink (Milakov and Gimelshein 2018).  `max` are maxima of raw scores.  A row without visible keys so
+   far has -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's
    latency. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
@@ -6817,7 +6823,7 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
     }
 }
 
-/* Turns sums into o's factors, and `max` into the stats of ampc_flash_power. The log-sum-exp of rows below `left` is
+/* Turns sums into o's factors, and `max` into the stats of ampc_flash_power.  The log-sum-exp of rows below `left` is
    written to lse, unless lse is NULL. */
 template <int M>
 __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2],
@@ -6868,7 +6874,7 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
         ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
-/* Hides from the compiler that a loop may have only one turn. The code of a loop needs fewer registers than straight
+/* Hides from the compiler that a loop may have only one turn.  The code of a loop needs fewer registers than straight
    code, but on 8.0 it needs more. */
 __device__ __forceinline__ int ampc_flash_step(int columns) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
@@ -6938,8 +6944,8 @@ ampc_flash_rows(ampc_flash_call a) {
 /* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
    the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
-/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time. V is 8 for the tensor
-   cores, and lse is then as ampc_flash_power takes it. Queries that see nothing and padding rows get lse = infinity,
+/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 for the tensor
+   cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get lse = infinity,
    which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
@@ -6988,7 +6994,7 @@ __device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const fl
     if (i < n) ampc_copy_async(scratch + i, stats + i, true);
 }
 
-/* Turns scores into p, and do v^T into ds. `stats` are those of the columns if the columns are the queries, and
+/* Turns scores into p, and do v^T into ds.  `stats` are those of the columns if the columns are the queries, and
    otherwise of the warp's rows. */
 template <bool KEYS, int M, int N>
 __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4],
@@ -7196,7 +7202,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* Packs an arbitrary mask into scratch memory, and only once if sequences or heads share it. Other masks need no
+/* Packs an arbitrary mask into scratch memory, and only once if sequences or heads share it.  Other masks need no
    bits. */
 amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream,
                            ampc_scratch *scratch, ampc_flash_bits *bits) {
@@ -7250,7 +7256,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* A call whose rows are copied where that is necessary. The copies exist as long as this object does. */
+/* A call whose rows are copied where that is necessary.  The copies exist as long as this object does. */
 struct ampc_filled_heads {
     ampc_device *dev;
     amp_k_attention a;
@@ -7361,8 +7367,8 @@ struct ampc_attention_item { int64_t b, h, i0, c0; };
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
 }
-/* A head as an operand. ampc_head_rows has its rows, for products along columns. ampc_head_columns has its columns from
-   c0 on, for products along rows. */
+/* A head as an operand.  ampc_head_rows has its rows, for products along columns.  ampc_head_columns has its columns
+   from c0 on, for products along rows. */
 __device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i,
                                                        const void *data, const int64_t (&stride)[3], int64_t rows) {
     return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
@@ -7387,8 +7393,8 @@ struct ampc_attention_scratch {
     ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
 
-/* Sets the block's next item. A tile has `groups` items of 64 N columns. Heads vary fastest, so that tiles at the same
-   place, which cost the same, run together. The item is in shared memory, to leave the registers to sums. */
+/* Sets the block's next item.  A tile has `groups` items of 64 N columns.  Heads vary fastest, so that tiles at the
+   same place, which cost the same, run together.  The item is in shared memory, to leave the registers to sums. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups,
                                                      int64_t tiles, bool last_first, ampc_attention_scratch *scratch) {
@@ -7400,8 +7406,8 @@ __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, i
     __syncthreads();
 }
 
-/* Looks up what the 64 queries from `query` on see, and their lse and delta. Queries beyond the last one see
-   nothing. */
+/* Looks up what the 64 queries from `query` on see and, with `stats`, their lse and delta.  Queries beyond the last one
+   see nothing. */
 __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float2 *stats,
                                                     ampc_attention_scratch *scratch) {
     const ampc_attention_item &item = scratch->item;
@@ -7419,7 +7425,7 @@ __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, in
     __syncthreads();
 }
 
-/* Finds the keys that the open queries see. */
+/* Finds the range of keys that these queries see. */
 __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scratch) {
     if (threadIdx.x < 32) {
         const ampc_span &s = scratch->sights[threadIdx.x].span, &t = scratch->sights[threadIdx.x + 32].span;
@@ -7431,7 +7437,7 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
     __syncthreads();
 }
 
-/* Bit 4 i + j says whether this thread's owned row i and other row j see each other. The current keys start at `key`.
+/* Bit 4 i + j says whether this thread's owned row i and other row j see each other.  The current keys start at `key`.
    With KEYS, they are the owned rows. */
 template <bool KEYS>
 __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
@@ -7471,7 +7477,7 @@ __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_
     }
 }
 
-/* Adds to `sum` the weights times rows [begin, begin + 64) of z, which has `rows` rows. Under a mask a weight of 0
+/* Adds to `sum` the weights times rows [begin, begin + 64) of z, which has `rows` rows.  Under a mask a weight of 0
    gives 0, even times the infinities and NaN that hidden rows may hold. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
@@ -7514,7 +7520,7 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
 /* ---- Forward, by the running softmax of Milakov and Gimelshein 2018.  A tile of scores gives m = max(m, scores),
    p = exp(score - m) and rescale = exp(old m - m).  Then sum = sum rescale + all p, and o = o rescale + p v. */
 
-/* The running softmax of a thread's four rows. `max` is over the whole row, and `sum` is over the thread's keys. */
+/* The running softmax of a thread's four rows.  `max` is over the whole row, and `sum` is over the thread's keys. */
 struct ampc_online_softmax {
     float max[4], sum[4];
     /* Turns scores into weights, which are 0 if hidden. */
@@ -7537,7 +7543,7 @@ struct ampc_online_softmax {
             max[i] = top;
         }
     }
-    /* Returns row i's log-sum-exp, and replaces its sum by 1 / sum. If no key is visible, these are -inf and 0. */
+    /* Returns row i's log-sum-exp, and replaces its sum by 1 / sum.  If no key is visible, these are -inf and 0. */
     __device__ __forceinline__ float finish(int i) {
         float total = sum[i];
         AMPC_UNROLL
@@ -7650,7 +7656,7 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
     }
 }
 
-/* Calls run(tiles, groups, grid) for `rows` owned rows. `tiles` is the number of their tiles, and `groups` the number
+/* Calls run(tiles, groups, grid) for `rows` owned rows.  `tiles` is the number of their tiles, and `groups` the number
    of groups of `width` columns. */
 template <class F>
 amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
@@ -7697,7 +7703,7 @@ amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp
     return AMP_OK;
 }
 
-/* The call with saturated operands. Their copies exist as long as this object does. */
+/* The call with saturated operands.  Their copies exist as long as this object does. */
 struct ampc_attention_operands {
     amp_k_attention a;
     ampc_scratch q, k, v;
@@ -7767,8 +7773,8 @@ __device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64
     return c;
 }
 
-/* The n elements of a row's chunk `inside`, and their table entry as it was loaded. Nothing is computed from the entry
-   before the chunk's turn, so that no thread waits for the load. row is -1 if there is no chunk. */
+/* The n elements of a row's chunk `inside`, and their table entry as it was loaded.  Nothing is computed from the entry
+   before the chunk's turn, so that no thread waits for the load.  row is -1 if there is no chunk. */
 struct ampc_entry {
     void *grad;                     /* of the row */
     int row, inside, n;
@@ -7825,9 +7831,9 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
-/* The sum of the squares of 1, 4 or 8 numbers. Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their sum
-   is off by 3 2^-24 at most. Where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is in
-   fp64. */
+/* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
+   sum is off by 3 2^-24 at most.  Where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
+   in fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
@@ -7867,8 +7873,8 @@ __device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, fl
     raw = ampc_narrow<V>(x, dtype);
 }
 
-/* Calls run(piece, its dtype, V) for n elements at p, with the whole block. Single elements follow the whole pieces. If
-   `write` is true, the pieces are stored again. */
+/* Calls run(piece, its dtype, V) for n elements at p, with the whole block.  Single elements follow the whole pieces.
+   If `write` is true, the pieces are stored again. */
 template <int V> struct ampc_lanes { enum { v = V }; };
 template <class F>
 __device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
@@ -7918,8 +7924,8 @@ __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float fact
 
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
 
-/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU. A block without a chunk forms
-   no sum. In small models nearly all blocks are without one. */
+/* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
+   forms no sum.  In small models nearly all blocks are without one. */
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
     AMPC_SHARED(double, sums, 32);
@@ -7984,7 +7990,7 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
    computes each row's constants in fp64, as the CPU does.  It also computes the maps of 8-bit moments if a row has
    them.  The second launch then needs no fp64. */
 
-/* Updates one element. Every operation rounds once, in the order of amp.h's CPU kernels. */
+/* Updates one element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
     float root;
     g = ampc_mul(g, s.multiplier);
@@ -8011,7 +8017,7 @@ __device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const
     return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
 }
 
-/* The 16-bit copy of a row's fp32 weight, and the count of finite weights that become infinite in it. If data() is
+/* The 16-bit copy of a row's fp32 weight, and the count of finite weights that become infinite in it.  If data() is
    NULL, there is no copy. */
 struct ampc_low_copy {
     const amp_range *range;
@@ -8027,8 +8033,8 @@ __device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
     return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
 }
 
-/* A row's elements from `first` on. `w` is the fp32 weights, or NULL if there are only 16-bit ones. `low` is the 16-bit
-   weights, or a copy, whose infinities are counted. */
+/* A row's elements from `first` on.  `w` is the fp32 weights, or NULL if there are only 16-bit ones.  `low` is the
+   16-bit weights, or a copy, whose infinities are counted. */
 struct ampc_row_piece {
     float *w, *m, *v;
     void *low;
@@ -8050,8 +8056,8 @@ __device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row,
     return p;
 }
 
-/* Updates n elements with the whole block. UPDATE is float (float w, float g, float *m, float *v). Returns how many of
-   this thread's finite weights become infinite in 16 bits. */
+/* Updates n elements with the whole block.  UPDATE is a function float (float w, float g, float *m, float *v).  Returns
+   how many of this thread's finite weights become infinite in 16 bits. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
                                                  UPDATE update) {
@@ -8203,7 +8209,7 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, cons
                                                    int n, uint64_t seed, UPDATE update) {
     const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
     const bool eight = row.moment_dtype == AMP_MOMENTS_8BIT;
-    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps: beyond n there is nothing to load */
+    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps; beyond n there is nothing to load */
     AMPC_NO_UNROLL
     for (int at = (int)threadIdx.x * AMPC_LANES; at - lane < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
         int64_t i = first + at;
@@ -8249,7 +8255,8 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
     copy.count(found);
 }
 
-/* nvcc would fuse 1 - lr decay, and 1 - beta^count, rounding once where the CPU rounds twice. */
+/* nvcc would fuse 1 - lr decay, and 1 - beta^count, and round once where the CPU rounds twice.  ampc_mul prevents
+   that. */
 __device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
     return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
 }
@@ -8278,7 +8285,7 @@ __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp
     return s;
 }
 
-/* maps[0] is for v, and maps[1] is for m. Every block whose rows need the maps writes the same. */
+/* maps[0] is for v, and maps[1] is for m.  Every block whose rows need the maps writes the same. */
 template <class A, class S>
 __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -8405,7 +8412,7 @@ void ampc_nap(int microseconds) {
 
 /* ---- The library */
 
-/* Finds NCCL's functions. Returns the name of the first one that the library lacks, or NULL. */
+/* Finds NCCL's functions.  Returns the name of the first one that the library lacks, or NULL. */
 const char *ampc_nccl_lacks(ampc_nccl *n) {
     void *l = n->opened;
     return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
@@ -8435,7 +8442,7 @@ amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *de
     return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
 }
 
-/* Opens NCCL's library. It stays loaded until the process ends, because it has threads. */
+/* Opens NCCL's library.  It stays loaded until the process ends, because it has threads. */
 amp_result ampc_nccl_open(ampc_device *dev) {
     ampc_nccl *n = &dev->ranks.nccl;
     const char *lacks;
@@ -8452,10 +8459,10 @@ amp_result ampc_nccl_open(ampc_device *dev) {
     return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
 }
 
-/* ---- Failing.  A failure is for ever, because NCCL's communicators do not recover. */
+/* ---- Failing.  A failure is final, because NCCL's communicators do not recover. */
 
-/* The communicator is not aborted while such an object exists, or only after a second. .comm is NULL if there is no
-   communicator any more. */
+/* Holds the communicator.  ampc_ranks_abort waits for such holders, but not longer than a second.  .comm is NULL if
+   there is no communicator any more, or if the ranks are broken. */
 struct ampc_nccl_use {
     ampc_ranks *r;
     void *comm;
@@ -8472,8 +8479,8 @@ struct ampc_nccl_use {
     ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
 };
 
-/* Ends what the GPU does for the communicator. If a call of NCCL is under way, this waits for its end, but not longer
-   than a second, because the call may stand behind the work that hangs. ncclCommAbort stops that work at once, but
+/* Ends what the GPU does for the communicator.  If a call of NCCL is under way, this waits for its end, but not longer
+   than a second, because the call may stand behind the work that hangs.  ncclCommAbort stops that work at once, but
    returns only when no graph refers to the communicator any more. */
 void ampc_ranks_abort(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
@@ -8489,7 +8496,7 @@ void ampc_ranks_abort(ampc_device *dev) {
     r->comm = NULL;
 }
 
-/* Makes all later calls fail. The first reason stays. If there is a watcher, it is the watcher that aborts, because
+/* Makes all later calls fail.  The first reason stays.  If there is a watcher, it is the watcher that aborts, because
    this thread is the one that destroys graphs. */
 void ampc_ranks_break(ampc_device *dev, const char *why) {
     ampc_ranks *r = &dev->ranks;
@@ -8521,7 +8528,7 @@ void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
     ampc_ranks_break(dev, why);
 }
 
-/* Waits until NCCL has done what it began. That does not include the GPU's work. */
+/* Waits until NCCL has done what it began.  That does not include the GPU's work. */
 amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
     const int64_t deadline = ampc_now() + dev->ranks.limit;
     while (code == AMPC_NCCL_IN_PROGRESS) {
@@ -8541,7 +8548,7 @@ amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
 
 /* ---- Watching */
 
-/* Takes a place in the ring for the caller alone. Returns -1 if none is free. */
+/* Takes a place in the ring for the caller alone.  Returns -1 if none is free. */
 int ampc_ranks_place(ampc_ranks *r) {
     ampc_locked locked(&r->lock);
     if (r->watched == AMPC_WATCHED) return -1;
@@ -8574,7 +8581,7 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     return result;
 }
 
-/* Returns whether the oldest work that was noted is done, and then forgets it. */
+/* Returns whether the oldest work that was noted is done.  Work that is done is forgotten. */
 bool ampc_ranks_step(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     int noted = 0;
@@ -8627,8 +8634,8 @@ void *ampc_ranks_watch(void *device) {
 
 /* ---- Calls */
 
-/* The largest of each of n numbers over the ranks, by their bits. NaN counts as larger, which it does not in NCCL's
-   maximum. `inf` is infinity's bits. */
+/* The largest of each of n numbers over the ranks, by their bits.  NaN counts as larger, which it does not in NCCL's
+   maximum.  `inf` is infinity's bits. */
 template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
     const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
@@ -8675,7 +8682,7 @@ int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *ou
     }
     return code;
 }
-/* Makes one call of NCCL. For a maximum, the call only brings every rank's numbers together. */
+/* Makes one call of NCCL.  For a maximum, the call only brings every rank's numbers together. */
 int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
     const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
     const int dtype = ampc_nccl_dtype(c.dtype);
@@ -8709,7 +8716,7 @@ amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n
     return ampc_nccl_settle(dev, "a reduction", code);
 }
 
-/* Whether the stream is captured. If amp_graph_begin began a capture, this notes in its graph that it reduces. */
+/* Whether the stream is captured.  If amp_graph_begin began a capture, this notes in its graph that it reduces. */
 bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     ampc_graph *graph = ampc_captured(dev, NULL);
@@ -8829,7 +8836,7 @@ amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_redu
     return AMP_OK;
 }
 
-/* Leaves the communicator. A rank that no longer exists must not keep this one waiting, so after the time limit this
+/* Leaves the communicator.  A rank that no longer exists must not keep this one waiting, so after the time limit this
    one leaves without the others. */
 void ampc_ranks_close(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
@@ -8881,7 +8888,7 @@ void ampc_nvml_open(ampc_nvml *nvml, int index) {
     ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
 }
 
-/* Number 0 is the sensor of the GPU itself. A struct's version holds its size and, above 24 bits, its number. */
+/* Number 0 is the sensor of the GPU itself.  A struct's version holds its size and, above 24 bits, its number. */
 float ampc_temperature(const ampc_nvml *nvml) {
     ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
     unsigned celsius = 0;
@@ -8891,8 +8898,8 @@ float ampc_temperature(const ampc_nvml *nvml) {
     return -1;
 }
 
-/* Returns NVML, which the first thread that asks opens. A thread that asks meanwhile opens a second copy, and closes it
-   again. */
+/* Returns NVML, which the first thread that asks opens.  A thread that asks meanwhile opens a second copy, and closes
+   it again. */
 ampc_nvml ampc_nvml_of(ampc_device *dev) {
     ampc_nvml nvml, mine = {};
     {
@@ -8912,7 +8919,7 @@ ampc_nvml ampc_nvml_of(ampc_device *dev) {
     return nvml;
 }
 
-/* Unavailable values stay -1. They are unavailable without the driver's library, on a virtual GPU without sensors, and
+/* Unavailable values stay -1.  They are unavailable without the driver's library, on a virtual GPU without sensors, and
    on a lost GPU. */
 amp_result ampc_telemetry(void *device, amp_telemetry *out) {
     ampc_device *dev = (ampc_device *)device;
