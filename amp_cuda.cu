@@ -1294,7 +1294,8 @@ void ampc_drop_memory(ampc_device *dev) {
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL) {
+    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL ||
+        dev->ranks.nccl.opened != NULL) {
         ampc_current current(dev);
         for (ampc_graph *open; (open = ampc_captured(dev, NULL)) != NULL;) ampc_graph_destroy(dev, open);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
