@@ -381,7 +381,10 @@ begun() { for _ in $(seq 200); do if grep -qs '"event": "step"' "$work/$1/metric
 pid=$!
 begun hup; kill -HUP $pid; wait $pid
 status=$?
-if [ $status -eq 130 ] && [ -s "$work/hup_model.safetensors" ] && [ -s "$work/hup_model.state" ]; then pass
+ignored=$(sed -n 's/^SigIgn:.*\(.\)$/\1/p' /proc/self/status 2> /dev/null)      # its lowest bit is SIGHUP
+case $ignored in [13579bdf]) shielded=1 ;; *) shielded= ;; esac
+if [ -n "$shielded" ]; then skip "SIGHUP" "the tests themselves run under nohup"
+elif [ $status -eq 130 ] && [ -s "$work/hup_model.safetensors" ] && [ -s "$work/hup_model.state" ]; then pass
 else fail "SIGHUP" "status $status, $(tail -n 2 "$work/hup.log")"; fi
 nohup "$gpt" $small --out "$work/nohup" --steps 100000 --save "$work/nohup_model" > "$work/nohup.log" 2>&1 &
 pid=$!
