@@ -8306,12 +8306,14 @@ AMPI_O1_END
 
 /* ==== 6 >>workers: implementation, shared parts of the CPU kernels: threads, scratch memory, pieces of rows ==== */
 
-/* ---- Attention on the CPU works on strips of queries times tiles of keys.  AMPI_STRIPS strips share one pass over the
-   keys.  In a tile of scores the queries are the lanes, so (key, query) is at tile[key * AMPI_STRIP + query]. */
+/* ---- Vector kernels of attention.  Attention on the CPU works on strips of AMPI_STRIP queries times tiles of
+   AMPI_KEY_TILE keys.  AMPI_STRIPS strips share one pass over the keys.  In a tile of scores the queries are the lanes,
+   so the score of (key, query) is at tile[key * AMPI_STRIP + query]. */
 enum { AMPI_STRIP = 32, AMPI_STRIPS = 8, AMPI_KEY_TILE = 64 };
 
 /* A product c = scale a b, or with `add` c = c rescale + a b.  a(r, k) is a[r * a_row + k * a_depth], b(k, x) is
-   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Sums run over k in order. */
+   b[k * ldb + x], and c(r, x) is c[r * ldc + x].  cols is a multiple of AMPI_STRIP.  Terms are added in the order of
+   k. */
 typedef struct ampi_product {
     int64_t rows, cols, depth;
     const float *a; int64_t a_row, a_depth;
@@ -8322,8 +8324,8 @@ typedef struct ampi_product {
     const float *rescale;           /* [cols]; NULL: 1 */
 } ampi_product;
 
-/* The rows (keys) of a tile that each lane (query) sees.  It sees row r if r < first or low <= r < high, if the
-   documents are equal, and if the row is allowed. */
+/* The rows (keys) of a tile that each lane (query) sees.  A lane sees row r if (r < first or low <= r < high), and if
+   the row belongs to the same document, and if the row is allowed. */
 typedef struct ampi_tile_mask {
     int32_t first[AMPI_STRIP], low[AMPI_STRIP], high[AMPI_STRIP], document[AMPI_STRIP];
     const int32_t *documents;       /* [rows]; NULL: all equal */
@@ -8332,16 +8334,19 @@ typedef struct ampi_tile_mask {
 
 typedef struct ampi_attention_vec {
     void (*product)(const ampi_product *p);
-    /* Does the same, but a weight of exactly 0 contributes 0 even if the factor is infinite or NaN. */
+    /* Does the same, but a weight of exactly 0 contributes 0 even if the other factor is infinite or NaN.  The weights
+       are in a if a_is_weight is 1, otherwise in b. */
     void (*product_weighted)(const ampi_product *p, int32_t a_is_weight);
-    /* The same function as in ampi_gemm_vec. */
+    /* The same function as .transpose of ampi_gemm_vec. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
+    /* Sets the elements of a tile that the mask hides to `value`. */
     void (*hide)(float *tile, int64_t rows, const ampi_tile_mask *mask, float value);
-    /* Turns scores into exp(score - running maximum), rounded to compute; max, sum and rescale are per lane. */
+    /* Turns scores into exp(score - running maximum), rounded to `compute`.  max, sum and rescale have one value per
+       lane.  max and sum are updated.  rescale receives the factor for what earlier tiles have added up. */
     void (*soften)(float *tile, int64_t rows, float *max, float *sum, float *rescale, amp_dtype compute);
     /* p = exp(p - lse), ds = p (ds - delta) */
     void (*slopes)(float *p, float *ds, int64_t rows, const float *lse, const float *delta);
-    /* lse = max + log(sum), inverse = 1 / sum; -inf and 0 for a query that sees no key */
+    /* lse = max + log(sum) and inverse = 1 / sum.  For a query that sees no key, lse is -inf and inverse is 0. */
     void (*finish)(const float *max, const float *sum, float *lse, float *inverse);
     float (*dot)(const float *a, const float *b, int64_t n);        /* n a multiple of AMPI_STRIP */
     int32_t (*has_nan)(const float *x, int64_t n);
@@ -8349,8 +8354,9 @@ typedef struct ampi_attention_vec {
 } ampi_attention_vec;
 
 /* ---- Vector kernels of the GEMM.  Operands are packed into 32-bit words.  A word is one fp32 value, or two bf16
-   values with consecutive k, the lower k in the low half.  A kernel table is one way to multiply: fp32 words with FMA,
-   or pairs of bf16 with vdpbf16ps or AMX.  The loops around the tables use only the sizes in them. */
+   values with consecutive k, of which the one with the lower k is in the low half.  Each kernel table is one way to
+   multiply: fp32 words with FMA, or pairs of bf16 with vdpbf16ps or AMX.  The loops that call the kernels depend on a
+   table only through the sizes that it contains. */
 
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
@@ -8358,7 +8364,7 @@ enum {
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
-/* X(0) X(1) and so on, one for each row of a tile */
+/* AMPI_ROWS_n(X) expands to X(0) X(1) ... X(n - 1), one for each row of a tile. */
 #define AMPI_ROWS_1(X)  X(0)
 #define AMPI_ROWS_2(X)  AMPI_ROWS_1(X) X(1)
 #define AMPI_ROWS_3(X)  AMPI_ROWS_2(X) X(2)
@@ -8377,19 +8383,20 @@ enum {
 /* Multiplies a tile with a fixed number of rows and vectors.  The last vector has `tail` lanes. */
 typedef void (*ampi_tile_rows)(int64_t k, const float *a, int64_t lda, int64_t step, const float *b, int64_t ldb,
                                int64_t tail, const float *add, int64_t ldadd, float *c, int64_t ldc);
-/* Multiplies a fixed number of rows of a by four of b: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
+/* Multiplies a fixed number of rows of a by four rows of b.
+   sums[4 i + j] = sum over p < k of a[i * lda + p] b[j][p]. */
 typedef void (*ampi_dot_rows)(int64_t k, const float *a, int64_t lda, const float *const *b, float *sums);
 
-/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  add NULL: 0.  A
-   table with .edges accesses only `cols` columns of b, add and c, and takes any step.  Other tables access all columns
-   of a tile, and need step 1. */
+/* Computes `rows` rows of c = add + a b over k words, from a[i * lda + p * step] and b[p * ldb + j].  If add is NULL, 0
+   takes its place.  The kernel of a table with .edges accesses only `cols` columns of b, add and c, and works with any
+   step.  The kernels of other tables access all columns of a tile, and need step 1. */
 typedef void (*ampi_gemm_tile)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
                                const float *b, int64_t ldb, const float *add, int64_t ldadd, float *c, int64_t ldc);
 
 /* The outputs of a finished tile x: pre = alpha x + bias; c = act(pre) + beta c. */
 typedef struct ampi_gemm_out {
     float alpha, beta;
-    const float *bias;                  /* one per column, padded to whole vectors; NULL: none */
+    const float *bias;                  /* a value per column, padded to whole vectors; NULL: none */
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     amp_activation_kind act;
     void *pre; amp_dtype pre_dtype; int64_t ld_pre;         /* NULL: not wanted */
@@ -8402,84 +8409,90 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
-    int32_t spare;                      /* rows of packed A after a tile's that it may read, and ignores */
+    int32_t spare;                      /* rows of packed A beyond a tile that its kernel may read but does not use */
     int32_t edges;                      /* see ampi_gemm_tile */
     int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
-    void (*begin)(void), (*end)(void);  /* called around a thread's multiplications; NULL: nothing to do */
-    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the rest is
-       0. */
+    void (*begin)(void), (*end)(void);  /* called before and after a thread's multiplications; NULL: nothing to do */
+    /* Packs n contiguous values, rounded to `compute`, into words.  If only half of the last word is used, the other
+       half is 0. */
     void (*row)(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n);
     /* Does the same for m rows that are `ld` values apart.  The packed rows are `pitch` words apart. */
     void (*rows_of)(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                     int64_t n, int64_t m);
-    /* Packs rows of one k each, src[p * ld + j] for p < k and j < n, into panels of `cols` columns, padded with 0 at
-       the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at w * cols + j. */
+    /* Packs src[p * ld + j] for p < k and j < n, where each row of src has one k, into panels of `cols` columns.  The
+       last panel is padded with 0 on the right.  Panel q is at dst + q * stride.  In a panel, word w of column j is at
+       w * cols + j. */
     void (*weave)(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute, int64_t ld,
                   int64_t k, int64_t n);
-    /* dst[c * ldd + r] = src[r * lds + c], words */
+    /* Transposes words: dst[c * ldd + r] = src[r * lds + c]. */
     void (*transpose)(float *dst, int64_t ldd, const float *src, int64_t lds, int64_t rows, int64_t cols);
-    /* Writes a tile to the outputs from row `row` on, and changes x.  ld is a whole number of vectors. */
+    /* Writes the tile x to the outputs from row `row` on.  It overwrites x on the way.  ld is a whole number of
+       vectors. */
     void (*finish)(const ampi_gemm_out *out, float *x, int64_t ld, int64_t row, int64_t rows, int64_t cols);
     /* Matrix times vector, fp32: y[j] += sum of x[p] b[p * ld + j] for p < k, j < n. */
     void (*combine)(float *y, const float *x, const float *b, int64_t ld, int64_t k, int64_t n);
-    /* fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and cols <= 4
-       columns, or one row and a multiple of 4 columns. */
+    /* Dot products, fp32: sums[4 i + j] = sum over p < k of a[i * lda + p] b[j * ldb + p].  It computes `rows` rows and
+       cols <= 4 columns, or one row and a multiple of 4 columns. */
     void (*dots)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, const float *b, int64_t ldb,
                  float *sums);
-    /* c = a b, or c + a b with `add`, for a column a[i * step] and a row b */
+    /* c = a b, or with `add` c += a b, for a column a[i * step] and a row b. */
     void (*outer)(int64_t rows, int64_t cols, const float *a, int64_t step, const float *b, int add, float *c,
                   int64_t ldc);
     const struct ampi_gemv_pairs *pairs;        /* NULL: bf16 is widened to fp32 */
 } ampi_gemm_vec;
 
-/* Blocks of k, equal except for the last.  They depend on k alone, so that packed and unpacked B agree. */
+/* The blocks that k is cut into.  All have the same size except for the last.  For a given kernel table they depend on
+   k alone.  So a product with a packed B uses the blocks that B was packed in. */
 typedef struct ampi_gemm_blocks {
-    int64_t words, count, size;         /* words of k in all; blocks; words of a block */
+    int64_t words, count, size;         /* words of k in all; number of blocks; words of a block */
 } ampi_gemm_blocks;
 
-/* Matrix times vector in pairs of bf16.  x holds words.  combine: y[j] += the sum over p < k, in order, of
-   x[p] b[p * ld + j].  dots: y[j] = the sum of x[p] b[j * ld + p], as 16 sums, each of every 16th word.  dots_packed
-   does the same over words [from, end) of n packed columns from col on, in whole vectors; ld is the width of all
-   panels. */
+/* Matrix times vector in pairs of bf16.  x consists of words.  combine computes y[j] += the sum over p < k of
+   x[p] b[p * ld + j], and adds the terms in order.  dots computes y[j] = the sum of x[p] b[j * ld + p].  It adds up 16
+   partial sums, each of every 16th word, and then their sum.  dots_packed does the same for words [from, end) of n
+   packed columns from `col` on, in whole vectors.  Its ld is the width of all panels together. */
 typedef struct ampi_gemv_pairs {
     void (*combine)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots)(float *y, const float *x, const void *b, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
     void (*dots_packed)(float *y, const float *x, const float *b, const ampi_gemm_blocks *blocks, int64_t ld,
                         int64_t col, int64_t from, int64_t end, int64_t n);
-    /* Packs n <= 16 columns of k values, in rows `ld` apart, into 16 columns of words.  Columns beyond n are 0. */
+    /* Packs n <= 16 columns of k values, whose rows are `ld` apart, into 16 columns of words.  Columns beyond n are
+       filled with 0. */
     void (*strip)(float *dst, const void *src, amp_dtype dtype, int64_t ld, int64_t k, int64_t n);
-    /* Does the same as in ampi_gemm_vec, with b in words of one value each. */
+    /* Does the same as .outer of ampi_gemm_vec.  b consists of words with one value each. */
     void (*outer)(int64_t rows, int64_t cols, const void *a, amp_dtype dtype, int64_t step, const float *b, int add,
                   float *c, int64_t ldc);
 } ampi_gemv_pairs;
 
-/* ---- Vector kernels of the multi-tensor calls.  They take any n and any alignment.  An element's bits do not depend
-   on its place, and a sum's bits do not depend on its alignment. */
-/* A step of an optimizer.  m and v are NULL if a row has none.  step is the result of the optimizer's ampi_..._row. */
+/* ---- Vector kernels of the multi-tensor calls.  They work with any n and any alignment.  The bits of an element do
+   not depend on its place, and the bits of a sum do not depend on the alignment of its terms. */
+/* A step of an optimizer.  m and v are NULL if the row has no such moment.  step is the result of the optimizer's
+   ampi_..._row. */
 typedef void (*ampi_update_vec)(float *w, const float *g, float *m, float *v, int64_t n, const void *step);
 
 typedef struct ampi_multi_vec {
-    /* Returns the sum of squares in fp64.  *bad = 1 if an element is infinite or NaN.  g *= *factor, unless factor is
-       NULL. */
+    /* Returns the sum of squares in fp64.  Sets *bad = 1 if an element is infinite or NaN.  Then multiplies g by
+       *factor, unless factor is NULL. */
     double (*check)(float *g, int64_t n, const float *factor, int32_t *bad);
     void (*scale)(float *g, int64_t n, float factor);
     ampi_update_vec adamw, sgd, lion;
-    /* above[i] += magnitudes above limit[i]; *largest: the largest finite one, as bits; n < 2^31 */
+    /* Adds the number of magnitudes above limit[i] to above[i], and raises *largest to the bits of the largest finite
+       magnitude.  n < 2^31. */
     void (*inspect)(const float *x, int64_t n, const ampi_fit *fit, int64_t above[AMPI_FIT_LIMITS], uint32_t *largest);
 } ampi_multi_vec;
 
-enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, fp64 beyond */
+enum { AMPI_ROW_CHUNK = 1024 };     /* sums along a row are in fp32 for this many elements, and in fp64 beyond */
 
-/* Vector kernels of the bandwidth-bound operators, on fp32 rows of any length.  An output may be the buffer of any
-   input. */
+/* Vector kernels of the bandwidth-bound operators.  They work on fp32 rows of any length.  An output may be the same
+   buffer as any of the inputs. */
 typedef struct ampi_pointwise_vec {
     void (*activation)(amp_activation_kind kind, const float *x, float *y, int64_t n);
     void (*activation_backward)(amp_activation_kind kind, const float *x, const float *dy, float *dx, int64_t n);
     void (*tanh_backward)(const float *y, const float *dy, float *dx, int64_t n);       /* from the output y */
     void (*swiglu)(const float *gate, const float *up, float *y, int64_t n);
     void (*swiglu_backward)(const float *gate, const float *up, const float *dy, float *dgate, float *dup, int64_t n);
-    /* long sums: y = the sum of `count` >= 1 rows; total += x; y = total */
+    /* Long sums.  sum_rows: y = the sum of `count` >= 1 rows.  widen: total += x.  narrow: y = total. */
     void (*sum_rows)(float *y, const void *const *rows, amp_dtype dtype, int64_t count, int64_t n);
     void (*widen)(double *total, const float *x, int64_t n);
     void (*narrow)(float *y, const double *total, int64_t n);
@@ -8494,20 +8507,20 @@ typedef struct ampi_pointwise_vec {
                     const float means[2], float *dx, int64_t n);
     /* losses */
     float (*row_max)(const float *x, int64_t n);
-    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); may be NULL */
+    float (*exp_sum)(const float *x, float max, float *e, int64_t n); /* e = exp(x - max); e may be NULL */
     float (*squared_error)(const float *x, const float *target, float scale, float *dx, int64_t n);
-    /* y = a x + b, and y = alpha a + beta b */
+    /* scale_shift: y = a x + b.  add: y = alpha a + beta b, without the term of b if b is NULL. */
     void (*scale_shift)(const float *x, float a, float b, float *y, int64_t n);
     void (*add)(const float *a, float alpha, const float *b, float beta, float *y, int64_t n);
-    /* y[i] = uniform random number (index + i) < threshold / 2^24 ? 0 : scale x[i] */
+    /* y[i] = 0 if the uniform random number of index + i is below threshold / 2^24, otherwise scale x[i]. */
     void (*dropout)(const float *x, float *y, int64_t n, uint32_t threshold, float scale, uint64_t seed,
                     uint64_t index);
-    /* rotates the first `rotary` elements of each head by a row of ampi_rope_row */
+    /* Rotates the first `rotary` elements of each head by the cosines and sines that ampi_rope_row fills in. */
     void (*rope)(float *x, int64_t heads, int64_t stride, const float *cosine, const float *sine, int64_t rotary,
                  int adjacent);
-    /* most[i] = the larger of it and the magnitude bits of x[i] */
+    /* Raises most[i] to the bits of the magnitude of x[i]. */
     void (*magnitudes)(uint32_t *most, const float *x, int64_t n);
-    /* y[i] = E4M3 or E5M2 of x[i] scale[i], as in amp_k_fp8, times inverse[i]; a NaN scale gives NaN */
+    /* y[i] = (x[i] scale[i], rounded to E4M3 or E5M2 as in amp_k_fp8) inverse[i].  A NaN scale gives NaN. */
     void (*fp8)(const float *x, const float *scale, const float *inverse, float *y, int64_t n, amp_dtype format,
                 amp_k_fp8_count *count);
 } ampi_pointwise_vec;
@@ -8525,7 +8538,7 @@ static void ampi_moment_map_make(ampi_moment_map *map, int is_signed) {
     for (code = 0; code < AMPI_MOMENT_CODES; code++) ampi_moment_map_set(map, code, is_signed);
     ampi_fp_end(host);
 }
-/* Unpacks and packs the moments of one block.  An infinite or NaN number makes its whole block NaN. */
+/* Unpack and pack the moments of one block.  If a number is infinite or NaN, the whole block becomes NaN. */
 static void ampi_moment_unpack(const ampi_moment_map *map, const uint8_t *codes, float scale, float *x, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) x[i] = map->value[codes[i]] * scale;
@@ -8554,32 +8567,33 @@ typedef struct ampi_cpu {
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
     pthread_mutex_t lock;           /* guards the pool */
-    struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];
-    int64_t wall, busy;             /* time of the last telemetry, and the process's CPU time then */
-    int64_t credit, alone_until;    /* atomic; ampi_loop_account describes them */
-    ampi_moment_map moments[2];  /* of v, of m; made for the first 8-bit moments, under the lock */
+    struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];       /* busy 1: in use or being replaced */
+    int64_t wall, busy;             /* time of the last telemetry call or of opening; the process's CPU time then */
+    int64_t credit, alone_until;    /* atomic; AMPI_CREDIT_NS describes them */
+    ampi_moment_map moments[2];  /* of v, of m; made under the lock when 8-bit moments are first used */
     int has_moments;
 } ampi_cpu;
 
-/* Does items [begin, end) of a parallel loop.  thread < the loop's `threads`. */
+/* Does items [begin, end) of a parallel loop.  `thread` is below the loop's number of threads.  No two threads have the
+   same number at the same time, so it may select scratch memory.  A thread may be given several ranges of items. */
 typedef void (*ampi_task)(void *arg, int64_t begin, int64_t end, int thread);
 
 enum { AMPI_SHARES = 32,            /* the most shares that a loop's pieces are divided into */
        AMPI_STEPS = 4 };            /* the steps in which a share is taken */
 
-/* A loop that threads share.  Each thread first takes pieces from its share, which keeps its caches warm from loop to
-   loop.  Then it takes pieces from the other shares.  So a thread that lost its core delays one step, and not a whole
-   share. */
+/* A loop that threads share.  Its pieces are divided into shares.  Each thread first takes pieces from its share,
+   because the data of that share may still be in its caches from an earlier loop.  Then it takes pieces from the other
+   shares.  So a thread that lost its core delays one step, and not a whole share. */
 typedef struct ampi_loop {
     ampi_task task;
     void *arg;
-    int64_t n, grain, step, begin;  /* begin: a time */
+    int64_t n, grain, step, begin;  /* items; items of a piece; pieces taken at a time; the time when the loop began */
     int32_t shares, threads;
     int32_t come;                   /* atomic: threads that have joined */
     struct {
-        int64_t next, end;          /* next: atomic */
+        int64_t next, end;          /* the pieces that are left, [next, end); next: atomic */
         int64_t taken, ns;          /* pieces done by this thread, from any share, and its time */
-        char line[32];
+        char line[32];              /* puts the shares a cache line apart */
     } share[AMPI_SHARES];
 } ampi_loop;
 
@@ -8605,11 +8619,12 @@ static void ampi_loop_run(void *arg, int32_t number) {
     loop->share[thread].ns = ampi_posix_clock(NULL) - started;
 }
 
-/* Decides whether threads pay off.  Beside other programs a thread may come too late to find work.  It may also lose
-   its core in the middle of a piece, and delay the caller.  An account sums the time that loops gained or lost by their
-   threads, compared with the caller alone.  When it is overdrawn, the caller works alone for AMPI_REST times the debt.
-   The pace of the caller alone is estimated by that of the fastest thread with a fair number of pieces, because the
-   others may have lost their cores. */
+/* Whether threads pay off.  If other programs use the cores, a thread may start too late to find work.  It may also
+   lose its core in the middle of a piece, and delay the caller.  cpu->credit adds up the time that loops gained or lost
+   by their threads, compared with the caller alone, and is at most AMPI_CREDIT_NS.  When it falls below 0, the caller
+   works alone for AMPI_REST times the debt, until cpu->alone_until, and the credit is 0 again.  The pace of the caller
+   alone is estimated by that of the fastest thread that did at least half of an equal part of the pieces.  Slower
+   threads may have lost their cores. */
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
@@ -8639,8 +8654,8 @@ static void ampi_alone(ampi_task task, void *arg, int64_t n) {
     ampi_fp_end(host);
 }
 
-/* Calls task for [0, n) in contiguous pieces of a multiple of `grain` items, on at most `threads` threads.  Items must
-   be independent, so that the result does not depend on the cuts. */
+/* Calls task for [0, n), in contiguous ranges that begin at a multiple of `grain` items, on at most `threads` threads.
+   Items must be independent of each other, because the ranges vary from call to call. */
 static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, ampi_task task, void *arg) {
     int64_t pieces = (n + grain - 1) / grain, begin;
     ampi_loop loop;
@@ -8669,14 +8684,14 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     }
     (cpu->host.parallel)(cpu->host.user, threads, ampi_loop_run, &loop);
     loop.come = 0;
-    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has left undone */
+    ampi_loop_run(&loop, -1);       /* does the pieces that your thread pool has not done */
     host = ampi_fp_begin();
     ampi_loop_account(cpu, &loop, pieces);
     ampi_fp_end(host);
 }
 
-/* Takes a block of the pool.  It is the smallest free block that fits.  If none fits, a new block replaces the smallest
-   free one, which counts as busy meanwhile.  NULL: all are busy, or there is no memory. */
+/* Takes the smallest free block of the pool that is large enough.  If there is none, a new block replaces the smallest
+   free one, whose entry is busy meanwhile.  Returns NULL if all blocks are busy or there is no memory. */
 static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
@@ -8706,7 +8721,7 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     return ptr;
 }
 
-/* Takes scratch memory for one kernel call. */
+/* Takes scratch memory for one kernel call, from the pool if possible.  ampi_cpu_release gives it back. */
 static void *ampi_cpu_scratch(ampi_cpu *cpu, size_t bytes) {
     void *ptr = NULL;
     if (bytes == 0) bytes = 1;
@@ -8737,15 +8752,15 @@ static void *ampi_at_mut(void *data, amp_dtype dtype, int64_t i) {
     return (char *)data + i * (int64_t)amp_dtype_size(dtype);
 }
 
-/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  A result row is computed in place, or in
-   `scratch` and then rounded once. */
+/* Kernels work on fp32 rows.  A 16-bit row is first widened into `scratch`.  An fp32 result is computed in place.  Any
+   other result is computed in `scratch` and then rounded once. */
 static const float *ampi_row_in(const void *row, amp_dtype dtype, int64_t n, float *scratch, amp_cpu_path path) {
     if (dtype == AMP_F32) return (const float *)row;
     ampi_convert_fast(scratch, AMP_F32, row, dtype, n, path);
     return scratch;
 }
-/* Fetches the first 4 KiB of a row that will soon be read into the cache.  Processors do not predict reads of rows that
-   are not next to each other. */
+/* Fetches the first 4 KiB of a row into the cache, before the row is read.  Processors do not predict reads of rows
+   that are not next to each other. */
 static void ampi_prefetch(const void *row, amp_dtype dtype, int64_t n) {
     int64_t bytes = AMPI_MIN(n * (int64_t)amp_dtype_size(dtype), (int64_t)4096), i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const char *)row + i);
@@ -8757,7 +8772,7 @@ static void ampi_row_done(void *row, amp_dtype dtype, int64_t n, const float *sc
     if (dtype != AMP_F32) ampi_convert_fast(row, dtype, scratch, AMP_F32, n, path);
 }
 
-/* Raises *to to bits, atomically. */
+/* Raises *to to `bits` if it is lower.  This is atomic. */
 static void ampi_raise(uint32_t *to, uint32_t bits) {
     uint32_t had = __atomic_load_n(to, __ATOMIC_RELAXED);
     while (had < bits && !__atomic_compare_exchange_n(to, &had, bits, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {}
@@ -8779,7 +8794,7 @@ static float ampi_fp8_scale_of(const amp_k_fp8_slot *slot) {
     __atomic_load(&slot->scale, &scale, __ATOMIC_RELAXED);
     return scale;
 }
-/* Copies records in CPU memory, atomically, since other threads may read them at any time. */
+/* Copies a record in CPU memory.  Each field is copied atomically, because other threads may read it at any time. */
 static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
     float scale = ampi_fp8_scale_of(from);
     ampi_fp8_count_copy(&from->now, &to->now);
@@ -8793,32 +8808,33 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
 #if !defined(AMP_NO_OPERATORS)
 /* ---- GEMM on the CPU
 
-   C is cut into parts for the threads, by rows and columns, never by k: one thread forms each sum, block by block of k,
-   and its bits depend neither on the number of threads nor on the cuts.  In a part:
+   C is cut into parts for the threads, by rows and by columns, but never by k.  So each sum is formed by one thread,
+   block by block of k, and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
        for each block of rows, for each block of k:    pack the rows of A into words
-           for each group of panels of columns:        pack the panels of B, unless they are packed already: by
-                                                       gemm_pack, or for the first block of rows where B is kept
+           for each group of panels of columns:        pack the panels of B, unless they are packed already, by
+                                                       gemm_pack or (if keep_b) for the first block of rows
                for each band of rows, for each panel, for each tile of rows:
-                                                       multiply; in the last block of k, write out
+                                                       multiply; in the last block of k, write to C
 
-   Packed operands are words of 32 bits.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).  In
-   this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
+   Packed operands consist of 32-bit words.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).
+   In this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
 
        A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
           row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
           row 1   w0 w1 w2 w3                              w1: column 0, column 1  ... w3
           row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
 
-   A tile's kernel takes one word of each of its rows of A, and multiplies it with a vector of a panel of B.  Operands
-   that are not contiguous along k are woven into words while they are read (weave), and A is then transposed.
+   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Operands
+   that are not contiguous along k are woven into words while they are read (.weave of the kernel table).  A is then
+   transposed.
 
-   A panel of B stays in the first-level cache while a band of A streams from the second.  Packing rounds to the compute
-   dtype.  Small products skip what does not pay: operands that already are words are used in place, one thread does the
-   work, scratch memory is on the stack. */
+   A panel of B stays in the first-level cache while a band of A is read from the second-level cache.  Packing rounds to
+   the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that already consist
+   of words, they run on one thread, and their scratch memory is on the stack. */
 
 enum {
-    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each, or kept */
+    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each block, or kept */
     AMPI_GEMM_KEPT = 1 << 19,           /* most words of B that are kept packed for the next block of rows */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
@@ -8826,7 +8842,9 @@ enum {
     AMPI_GEMM_PIECE = 4000000           /* multiplications that justify a part */
 };
 
-/* op(a) or op(b): k values for each of its rows or columns j.  along_k: these values are contiguous. */
+/* op(a) or op(b).  It has k values for each row j of op(a) or column j of op(b).  If along_k is 1, these k values are
+   contiguous, and ld is the distance between rows or columns.  Otherwise the values of one k are contiguous, and ld is
+   the distance from one k to the next. */
 typedef struct ampi_gemm_operand {
     const void *data;
     amp_dtype dtype, compute;
@@ -8838,7 +8856,7 @@ static const void *ampi_gemm_at(const ampi_gemm_operand *x, int64_t k, int64_t j
     return ampi_at(x->data, x->dtype, x->along_k ? j * x->ld + k : k * x->ld + j);
 }
 
-/* Whether the operand already consists of words: fp32, or bf16 in pairs along k. */
+/* Whether the operand already consists of words, which are fp32, or bf16 in pairs along k. */
 static int ampi_gemm_is_words(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k) {
     if (vec->unit == 1) return x->dtype == AMP_F32 && x->compute == AMP_F32;
     return x->dtype == AMP_BF16 && x->along_k && k % 2 == 0 && x->ld % 2 == 0;
@@ -8883,12 +8901,14 @@ static ampi_gemm_blocks ampi_gemm_cut_k(const ampi_gemm_vec *vec, int64_t k) {
     return b;
 }
 
-/* Words between packed rows; an extra cache line keeps rows out of each other's cache sets. */
+/* The distance between packed rows, in words.  It contains an extra cache line.  Without it, rows whose length is a
+   large power of two would share cache sets. */
 static int64_t ampi_gemm_pitch(int64_t words) { return (words + 15) / 16 * 16 + 16; }
 
 /* ---- Packing */
 
-/* Packs columns [j0, j0 + n) of B, k values from k0 on, into panels `stride` words apart.  scratch: cols * pitch. */
+/* Packs columns [j0, j0 + n) of B, with k values each from k0 on, into panels that are `stride` words apart.  scratch
+   has room for vec->cols rows that are ampi_gemm_pitch words apart. */
 static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
                                    int64_t j0, int64_t n, float *dst, int64_t stride, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, pitch = ampi_gemm_pitch(words),
@@ -8912,7 +8932,8 @@ static void ampi_gemm_pack_columns(const ampi_gemm_vec *vec, const ampi_gemm_ope
     }
 }
 
-/* Packs rows [i0, i0 + m) of A, k values from k0 on, into rows of words `pitch` apart.  scratch: cols * words. */
+/* Packs rows [i0, i0 + m) of A, with k values each from k0 on, into rows that are `pitch` words apart.  scratch has
+   room for a panel, which is vec->cols words for each word of k. */
 static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k, int64_t i0,
                                 int64_t m, float *dst, int64_t pitch, float *scratch) {
     int64_t words = (k + vec->unit - 1) / vec->unit, i;
@@ -8946,27 +8967,27 @@ typedef struct ampi_gemm_call {
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: in place, unpacked */
-    int keep_b;                         /* 1: a part keeps what it packed of B for its next blocks of rows */
+    int keep_b;                         /* 1: a part keeps its packed panels of B for its next blocks of rows */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
-    /* offsets in, and size of, a thread's scratch memory in words */
+    /* in words: offsets of the arrays in a thread's scratch memory, and its size */
     int64_t at_a, at_b, at_scratch, at_sums, at_tile, slot;
     int threads; int64_t parts;
     size_t bytes;                       /* of all threads' scratch memory; 0: on the stack */
     float *scratch;
 } ampi_gemm_call;
 
-/* A block of C and one of its blocks of k. */
+/* A block of C, and the block of k that is being added to it. */
 typedef struct ampi_gemm_step {
     int64_t item, row, rows, panel, panels;
     int64_t k, words;                   /* k values and words of this block of k */
-    int first, last;                    /* block of k */
+    int first, last;                    /* 1: the first block of k; 1: the last one */
     int reuse_b;                        /* 1: an earlier block of rows packed these panels, and they are kept */
     const float *a; int64_t lda, step;
     float *scratch;
 } ampi_gemm_step;
 
-/* The outputs at the block's first row and column j. */
+/* Describes the outputs at column j of the block's first row. */
 static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t j, const float *bias,
                              ampi_gemm_out *out) {
     const amp_k_gemm *g = call->g;
@@ -8985,7 +9006,7 @@ static void ampi_gemm_out_at(const ampi_gemm_call *call, const ampi_gemm_step *s
     out->past_cache = call->past_cache && g->n - j >= call->vec->cols;
 }
 
-/* The bias of n columns from j on, as fp32, padded with 0 to the width of a panel. */
+/* Widens the bias of n columns from j on to fp32, and pads it with 0 to the width of a panel. */
 static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, float *bias) {
     const amp_k_gemm *g = call->g;
     if (g->bias == NULL) return;
@@ -8993,7 +9014,7 @@ static void ampi_gemm_bias(const ampi_gemm_call *call, int64_t j, int64_t n, flo
     ampi_convert_fast(bias, AMP_F32, ampi_at(g->bias, g->bias_dtype, j), g->bias_dtype, n, call->path);
 }
 
-/* Prefetches words [n i / parts, n (i + 1) / parts). */
+/* Prefetches part i of `parts` of n words. */
 static void ampi_gemm_fetch(const float *words, int64_t n, int64_t i, int64_t parts) {
     const float *p = words + n * i / parts / 16 * 16, *end = words + n * (i + 1) / parts;
     for (; p < end; p += 16) __builtin_prefetch(p, 0, 2);
@@ -9006,8 +9027,9 @@ static void ampi_gemm_fetch_rows(const float *sums, int64_t ld, int64_t rows, in
         for (j = 0; j < width; j += 16) __builtin_prefetch(sums + i * ld + j, 1, 2);
 }
 
-/* Multiplies one panel of B with rows [from, end) of the block, tile by tile.  Each tile is summed in C itself, in the
-   scratch memory's sums, or in a tile that finish then writes out.  next: the packed panel that follows, or NULL. */
+/* Multiplies rows [from, end) of the block by one panel of B, tile by tile.  Each tile is summed in C itself, in the
+   sums in scratch memory, or in a tile that .finish then writes to C.  next is the packed panel that follows, or
+   NULL.  It is prefetched. */
 static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t panel, int64_t from,
                             int64_t end, const float *b, int64_t ldb, const float *next) {
     const amp_k_gemm *g = call->g;
@@ -9041,7 +9063,8 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     }
 }
 
-/* Multiplies panels [p, end), `stride` words apart from b on, with all bands.  more: another panel follows the last. */
+/* Multiplies all bands of rows by panels [p, end), which are at b and `stride` words apart.  more 1: another panel
+   follows the last one in memory. */
 static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t p, int64_t end, const float *b,
                             int64_t stride, int64_t ldb, int more) {
     int64_t row, q;
@@ -9052,7 +9075,8 @@ static void ampi_gemm_bands(const ampi_gemm_call *call, const ampi_gemm_step *s,
         }
 }
 
-/* All panels of a block of C for one block of k.  B was packed by gemm_pack, is used in place, or is packed now. */
+/* Computes all panels of a block of C for one block of k.  B was packed by gemm_pack, is used in place, or is packed
+   now. */
 static void ampi_gemm_columns(const ampi_gemm_call *call, const ampi_gemm_step *s, int64_t block) {
     const amp_k_gemm *g = call->g;
     const ampi_gemm_vec *vec = call->vec;
@@ -9103,13 +9127,14 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
     }
 }
 
-/* Where part i of `parts` begins among n rows or panels, in multiples of grain. */
+/* Returns where part i of `parts` begins among n rows or panels.  This is a multiple of grain, or n. */
 static int64_t ampi_gemm_cut(int64_t n, int64_t grain, int64_t i, int64_t parts) {
     return AMPI_MIN((n + grain - 1) / grain * i / parts * grain, n);
 }
 
 #if AMPI_X86
-/* Stores past the caches are unordered: those of this thread are done before what it stores next. */
+/* Stores past the caches are not ordered with other stores.  This fence completes those of the calling thread before
+   its later stores, such as the one that reports the end of its work. */
 static __attribute__((__target__("sse"))) void ampi_gemm_order_stores(void) { _mm_sfence(); }
 #endif
 
@@ -9143,8 +9168,9 @@ static void ampi_gemm_part(void *arg, int64_t begin, int64_t end, int thread) {
 #endif
 }
 
-/* The busiest thread's cost with each C cut into m x n parts.  A part of r rows and c columns takes r c / 64 cycles per
-   k, and packing about 5 r / 8 + c / 2. */
+/* The cost of the thread with the most work if each C of the batch is cut into m x n parts.  For each k, a part of r
+   rows and c columns takes r c / 64 cycles, and its packing takes about 5 r / 8 + c / 2.  The result is 64 times
+   that. */
 static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64_t m, int64_t n) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows;
     int64_t r = (tiles + m - 1) / m * call->vec->rows, c = (call->panels + n - 1) / n * call->vec->cols;
@@ -9152,8 +9178,8 @@ static int64_t ampi_gemm_cut_cost(const ampi_gemm_call *call, int threads, int64
     return rounds * (r * c + 40 * r + (call->packed_b != NULL ? 0 : 32 * c));
 }
 
-/* Chooses the parts: the cheapest cut into at most one per thread, then finer ones that cost at most 1% more, so that a
-   thread that lost its core delays little. */
+/* Chooses the parts.  It first finds the cheapest cut into at most one part per thread.  Then it prefers finer cuts
+   that cost at most 1% more, because with small parts a thread that lost its core delays the others less. */
 static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
     int64_t tiles = (call->g->m + call->vec->rows - 1) / call->vec->rows, least = INT64_MAX, cost, m, n, best_m, best_n;
     call->cut_m = call->cut_n = 1;
@@ -9180,8 +9206,8 @@ static void ampi_gemm_cut_c(ampi_gemm_call *call, int threads) {
         }
 }
 
-/* Whether C is far larger than its operands, as the gradient of a weight often is, and written once: the caches then
-   need neither fetch nor keep it. */
+/* Whether C is large, larger than its operands, and written once, as the gradient of a weight often is.  The caches
+   then need neither fetch nor keep C. */
 static int ampi_gemm_past_cache(const ampi_gemm_call *call) {
     const amp_k_gemm *g = call->g;
     int once = call->blocks.count == 1 && ampi_is_0(g->beta) && g->c_dtype == AMP_F32;
@@ -9205,7 +9231,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
-    /* Few columns or rows do not repay packing the other operand.  Rows a multiple of 1 KiB apart share cache sets. */
+    /* Few columns or rows do not repay packing the other operand.  Rows at multiples of 1 KiB share cache sets. */
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
@@ -9220,7 +9246,7 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     call->slot = (call->at_sums + (keep ? call->block_rows * call->pitch : 0) + 15) / 16 * 16;
 }
 
-/* A call on at most `threads` threads, without its scratch memory. */
+/* Prepares a call on at most `threads` threads, but does not allocate its scratch memory. */
 static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g,
                                         int threads) {
     ampi_gemm_call call;
@@ -9243,7 +9269,8 @@ static ampi_gemm_call ampi_gemm_call_of(const ampi_cpu *cpu, const ampi_gemm_vec
     return call;
 }
 
-/* Runs a call in the scratch memory reserved for it, or in its own. */
+/* Runs a call in the scratch memory that gemm_reserve took for it, if that is large enough.  Otherwise it takes scratch
+   memory for this call. */
 static amp_result ampi_gemm_run(ampi_cpu *cpu, const amp_k_gemm *g, int threads, int64_t parts, ampi_task task,
                                 void *call, float **scratch, size_t bytes) {
     *scratch = (float *)(bytes <= g->scratch_bytes ? g->scratch : ampi_cpu_scratch(cpu, bytes));
@@ -9266,17 +9293,20 @@ static amp_result ampi_gemm_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, const 
     return ampi_gemm_run(cpu, g, call.threads, call.parts, ampi_gemm_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Matrix times vector: one row or column of C.  The matrix is read once, unpacked. */
+/* ---- Matrix times vector, which computes one row or column of C.  The matrix is read once, in place or as gemm_pack
+   has packed it. */
 
 enum {
     AMPI_GEMV_UNIT = 64,   /* values of C in a unit of work */
     AMPI_GEMV_SPAN = 1024, /* values of C at a time */
     AMPI_GEMV_ROWS = 8,    /* rows converted to fp32 at a time */
-    /* bytes; sums lie half of it from the matrix: a load waits for a store whose address has the same low bits */
+    /* bytes.  A load is delayed by an earlier store whose address has the same low 12 bits.  So the sums are placed
+       half a page away from the beginning of the matrix, modulo a page. */
     AMPI_GEMV_PAGE = 4096,
-    AMPI_GEMV_SIDE = 2048, /* contiguous words whose sums are fp32 */
-    AMPI_GEMV_BLOCK = 128, /* of k: sums are fp32 within it, fp64 beyond; for contiguous k: */
-    AMPI_GEMV_DOT = 1024
+    /* The next three are lengths along k.  A sum over one such length is in fp32.  These sums are added in fp64. */
+    AMPI_GEMV_SIDE = 2048, /* words of pairs, if they are contiguous along k */
+    AMPI_GEMV_BLOCK = 128, /* values of k in fp32, if they are not contiguous */
+    AMPI_GEMV_DOT = 1024   /* values of k in fp32, if they are contiguous */
 };
 
 typedef struct ampi_gemv_call {
@@ -9293,7 +9323,8 @@ typedef struct ampi_gemv_call {
     float *scratch;
 } ampi_gemv_call;
 
-/* ampi_gemv_sums for pairs: fp32 within a block of k or AMPI_GEMV_SIDE contiguous words, fp64 beyond. */
+/* Does the same as ampi_gemv_sums for pairs of bf16.  Sums are in fp32 within a block of k, or within AMPI_GEMV_SIDE
+   words if these are contiguous along k.  Beyond that they are in fp64. */
 static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t j0,
                                 int64_t n, float *sums, double *total) {
     const ampi_gemm_vec *vec = call->vec;
@@ -9319,8 +9350,8 @@ static void ampi_gemv_pair_sums(const ampi_gemv_call *call, const ampi_gemm_oper
     (call->rows->narrow)(sums, total, n);
 }
 
-/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j).  scratch: k floats, or AMPI_GEMV_ROWS rows of AMPI_GEMV_SPAN;
-   total: n. */
+/* sums[j] = sum over p < k of x[p] matrix(p, j0 + j) for j < n.  scratch has room for k floats, and for AMPI_GEMV_ROWS
+   rows of AMPI_GEMV_SPAN floats.  total has room for n sums. */
 static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *matrix, const float *x, int64_t k,
                            int64_t j0, int64_t n, float *sums, double *total, float *scratch) {
     int words = matrix->dtype == AMP_F32 && matrix->compute == AMP_F32;
@@ -9362,7 +9393,7 @@ static void ampi_gemv_sums(const ampi_gemv_call *call, const ampi_gemm_operand *
     if (k > AMPI_GEMV_BLOCK) (call->rows->narrow)(sums, total, n);
 }
 
-/* The vector in words. */
+/* Packs the vector into words. */
 static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k, float *dst) {
     char side_by_side[AMPI_GEMM_BUFFER * sizeof(float)];
     size_t size = amp_dtype_size(x->dtype);
@@ -9375,8 +9406,8 @@ static void ampi_gemv_vector(const ampi_gemm_vec *vec, const ampi_gemm_operand *
     }
 }
 
-/* Writes n values from j on: a row of C in pieces of AMPI_GEMM_BUFFER columns, or a column, one value in each row of a
-   tile. */
+/* Writes n values of C from j on.  A row of C is written in pieces of AMPI_GEMM_BUFFER columns.  A column of C is
+   written through tiles that have one value in each row. */
 static void ampi_gemv_finish(const ampi_gemv_call *call, int64_t item, int64_t j, int64_t n, const float *sums) {
     const amp_k_gemm *g = call->g;
     int64_t capacity = AMPI_GEMM_BUFFER, width = call->vec->cols, most = g->m == 1 ? capacity : capacity / width, i,
@@ -9460,11 +9491,13 @@ static amp_result ampi_gemv(ampi_cpu *cpu, const amp_k_gemm *g) {
     return ampi_gemm_run(cpu, g, call.threads, g->batch * call.units, ampi_gemv_part, &call, &call.scratch, call.bytes);
 }
 
-/* ---- Small and thin products in fp32, with operands in place: no plan, no packing, no scratch memory.  The choice
-   depends on the shape alone, and tiles give the same bits as above. */
+/* ---- Small and thin products.  They need no plan and no scratch memory other than the stack.  fp32 operands are used
+   in place, except for a small b that must be transposed.  Operands in pairs of bf16 are packed where necessary.
+   Whether a product is computed here does not depend on the number of threads.  Products by tiles have the same bits as
+   the ones above. */
 
-/* op(a)(i, p) is a[i * a_row + p * a_step], op(b)(p, j) is b[p * b_step + j * b_col], c(i, j) is c[i * c_row + j *
-   c_col]. */
+/* op(a)(i, p) is a[i * a_row + p * a_step], op(b)(p, j) is b[p * b_step + j * b_col], and c(i, j) is
+   c[i * c_row + j * c_col]. */
 typedef struct ampi_direct {
     const ampi_gemm_vec *vec;
     int64_t m, n, k, a_row, a_step, b_step, b_col, c_row, c_col;
@@ -9473,14 +9506,14 @@ typedef struct ampi_direct {
     int add;                            /* 1: add to c */
 } ampi_direct;
 
-/* C^T = op(B)^T op(A)^T */
+/* Turns the product into that of C^T, which is op(B)^T op(A)^T. */
 static void ampi_direct_turn(ampi_direct *d) {
     ampi_direct t = *d;
     d->m = t.n; d->a = t.b; d->a_row = t.b_col; d->a_step = t.b_step; d->c_row = t.c_col;
     d->n = t.m; d->b = t.a; d->b_col = t.a_row; d->b_step = t.a_step; d->c_col = t.c_row;
 }
 
-/* For ampi_direct_is_plain; a column becomes a row. */
+/* Describes a product for which ampi_direct_is_plain holds.  A contiguous column of C becomes a row of C^T. */
 static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     ampi_direct d;
     d.vec = vec;
@@ -9494,12 +9527,14 @@ static ampi_direct ampi_direct_of(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     return d;
 }
 
+/* Whether the product is a single one, of the form C = op(A) op(B) or C += op(A) op(B). */
 static int ampi_direct_is_plain(const amp_k_gemm *g) {
     return g->batch == 1 && g->k > 0 && g->alpha == 1.0f && (ampi_is_0(g->beta) || g->beta == 1.0f) &&
            g->bias == NULL && g->act == AMP_ACT_NONE && g->pre == NULL;
 }
 
-/* ---- By tiles: for contiguous rows of b, which stay in the first-level cache if they are read often */
+/* ---- By tiles, for products in which the rows of b are contiguous.  Rows that are read more than twice must fit into
+   the first-level cache. */
 
 static int ampi_direct_by_tiles(const ampi_direct *d) {
     int64_t most = 1 << 20, size = d->m <= 16 || d->n <= 16 ? 1000000 : 500000;
@@ -9510,7 +9545,7 @@ static int ampi_direct_by_tiles(const ampi_direct *d) {
     return d->m <= 2 * d->vec->rows || AMPI_MIN(d->k, (int64_t)d->vec->block) * d->b_step <= 8192;
 }
 
-/* Stores sums, in rows `ld` apart, to c. */
+/* Stores sums, whose rows are `ld` apart, to c, or adds them to c. */
 static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_t rows, int64_t cols, int add,
                               const float *sums, int64_t ld) {
     int64_t q, x;
@@ -9521,8 +9556,8 @@ static void ampi_direct_store(const ampi_direct *d, int64_t i, int64_t j, int64_
         }
 }
 
-/* Columns [j, j + cols), at b, over words [p, p + k).  Rows of A in one set of the first-level cache: half a tile's
-   fit. */
+/* Computes columns [j, j + cols) of C, whose values in B are at b, over words [p, p + k).  If the rows of A are a
+   multiple of 2 KiB apart, they compete for a few sets of the first-level cache, and tiles have half as many rows. */
 static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, int64_t cols, int64_t p, int64_t k) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t most = d->a_row % 512 == 0 ? vec->rows / 2 : vec->rows, left = d->m <= most ? 1 : (d->m + most - 1) / most,
@@ -9540,7 +9575,7 @@ static void ampi_direct_panel(const ampi_direct *d, const float *b, int64_t j, i
     }
 }
 
-/* Adds in the order of ampi_gemv_sums. */
+/* Computes a single row of C.  Terms are added in the order of ampi_gemv_sums, so that the bits are the same. */
 static void ampi_direct_row(const ampi_direct *d) {
     float sums[AMPI_GEMM_COLS];
     double total[AMPI_GEMM_COLS];
@@ -9559,7 +9594,8 @@ static void ampi_direct_row(const ampi_direct *d) {
     ampi_direct_store(d, 0, 0, 1, cols, d->add, sums, 0);
 }
 
-/* A shortcut for one tile of plain fp32, as the smallest products often are; 0: it is not one. */
+/* A shortcut for products in plain fp32 that are one tile, as the smallest products often are.  Returns 0, and computes
+   nothing, if the product is not one tile. */
 static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     int64_t m = g->m, n = g->n, k = g->k;
     if (m > vec->rows || n > vec->cols || n == 1 || k == 1 || k > AMPI_GEMV_BLOCK || g->trans_b || !vec->edges)
@@ -9570,7 +9606,8 @@ static int ampi_direct_one(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     return 1;
 }
 
-/* C^T may fill more lanes, but costs a copy. */
+/* Computes a product by tiles.  It computes C^T instead of C if the additional vector lanes that are then in use repay
+   the copy to C. */
 static void ampi_direct_tiles(ampi_direct *d) {
     const ampi_gemm_vec *vec = d->vec;
     int64_t lanes = vec->cols / 2, size = d->k <= vec->block ? d->k : ampi_gemm_cut_k(vec, d->k).size, j, p;
@@ -9586,7 +9623,7 @@ static void ampi_direct_tiles(ampi_direct *d) {
     }
 }
 
-/* Transposes a small b with columns along k on the stack. */
+/* Transposes a small b, whose columns are contiguous along k, into the stack, and computes the product by tiles. */
 static void ampi_direct_copied(ampi_direct *d) {
     float b[AMPI_GEMM_LOCAL];
     (d->vec->transpose)(b, d->n, d->b, d->b_col, d->n, d->k);
@@ -9594,7 +9631,7 @@ static void ampi_direct_copied(ampi_direct *d) {
     ampi_direct_tiles(d);
 }
 
-/* ---- By dot products: for operands contiguous along k */
+/* ---- By dot products, for products in which both operands are contiguous along k */
 
 /* Whether vectors along k cost less than packing b and filling vectors of columns. */
 static int ampi_direct_by_dots(const ampi_direct *d) {
@@ -9605,7 +9642,7 @@ static int ampi_direct_by_dots(const ampi_direct *d) {
     return AMPI_MIN(d->m, d->n) <= 2 * lanes && dots < d->m * ((d->n + lanes - 1) / lanes) * words + d->n * words;
 }
 
-/* Rows [begin, end) of C. */
+/* Computes rows [begin, end) of C. */
 static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_direct *d = (const ampi_direct *)arg;
     int64_t i, j, p, rows, cols, k;
@@ -9629,12 +9666,14 @@ static void ampi_direct_dots(void *arg, int64_t begin, int64_t end, int thread) 
     }
 }
 
-/* Takes four at a time of the operand that leaves the smaller remainder. */
+/* Turns the product if the rows of op(a) leave a smaller remainder than the columns of op(b), because the kernel takes
+   four columns at a time. */
 static void ampi_direct_dots_turn(ampi_direct *d) {
     if (d->m * ((d->n + 3) / 4) > d->n * ((d->m + 3) / 4)) ampi_direct_turn(d);
 }
 
-/* A row or column of C in pairs of bf16. */
+/* Computes a row or column of C in pairs of bf16.  Returns 0, and computes nothing, if the product is too large or does
+   not have the form that is needed. */
 static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float x[4 * AMPI_GEMM_BUFFER], sums[AMPI_GEMM_BUFFER], *y = sums;
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0), *matrix = g->m == 1 ? &b : &a;
@@ -9651,6 +9690,7 @@ static int ampi_direct_pair_vector(const ampi_cpu *cpu, const ampi_gemm_vec *vec
     return 1;
 }
 
+/* Computes a product with k 1 in pairs of bf16. */
 static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     float b[AMPI_GEMM_LOCAL];
     int64_t j;
@@ -9662,7 +9702,9 @@ static int ampi_direct_pair_outer(const ampi_gemm_vec *vec, const amp_k_gemm *g)
     return 1;
 }
 
-/* Few columns that are not along k: some rows of C at a time.  C^T fills more lanes than C, but costs a copy. */
+/* Products in pairs of bf16 with few columns of b, which are not contiguous along k.  C is computed some rows at a
+   time.  These rows are computed as columns of C^T if the additional vector lanes that are then in use repay the copy
+   to C. */
 static int ampi_direct_in_strips(const amp_k_gemm *g) {
     return !g->trans_b && g->n <= 16 && g->c_dtype == AMP_F32 && (double)g->m * (double)g->n * (double)g->k <= 1e6;
 }
@@ -9697,7 +9739,9 @@ static int ampi_direct_pair_strips(const ampi_gemm_vec *vec, const amp_k_gemm *g
     return 1;
 }
 
-/* Operands whose words, with the sums of a 16-bit C, fit into a buffer on the stack; a may already be words. */
+/* Computes a product in pairs of bf16 if the operands that must be packed, together with the sums of a 16-bit C, fit
+   into a buffer on the stack.  Otherwise it returns 0 and computes nothing.  `there` is 1 if a already consists of
+   words. */
 static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     enum { AMPI_ROOM = 2 * AMPI_GEMM_LOCAL };
     float own[AMPI_ROOM];
@@ -9731,13 +9775,14 @@ static int ampi_direct_pairs(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_
     return 1;
 }
 
-/* bf16 has its own kernels for one row or column; fp32 prefers tiles. */
+/* Whether the product is computed by dot products.  A bf16 table has other kernels for one row or column of C.  In an
+   fp32 table tiles are faster where they are possible. */
 static int ampi_direct_takes_dots(const ampi_gemm_vec *vec, const amp_k_gemm *g, const ampi_direct *d) {
     int words = g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32;
     return words && ampi_direct_by_dots(d) && (vec->pairs != NULL ? g->m > 1 && g->n > 1 : !ampi_direct_by_tiles(d));
 }
 
-/* Computes small products in pairs of bf16; 0: not one of them. */
+/* Computes small products in pairs of bf16.  Returns 0, and computes nothing, if the product is not one of them. */
 static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp_k_gemm *g) {
     if (g->m == 1 || g->n == 1) return ampi_direct_pair_vector(cpu, vec, g);
     if (g->k == 1 && g->c_dtype == AMP_F32 && g->n <= AMPI_GEMM_LOCAL && (!g->trans_b || g->ldb == 1) &&
@@ -9746,7 +9791,7 @@ static int ampi_direct_paired(ampi_cpu *cpu, const ampi_gemm_vec *vec, const amp
     return ampi_direct_in_strips(g) ? ampi_direct_pair_strips(vec, g) : ampi_direct_pairs(cpu, vec, g);
 }
 
-/* Computes small and thin products; 0: not one of them. */
+/* Computes small and thin products.  Returns 0, and computes nothing, if the product is not one of them. */
 static int ampi_direct_run(ampi_cpu *cpu, const amp_k_gemm *g) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, g->compute);
     int words = g->compute == AMP_F32 && g->a_dtype == AMP_F32 && g->b_dtype == AMP_F32 && g->c_dtype == AMP_F32,
@@ -9787,23 +9832,25 @@ static amp_k_gemm ampi_gemm_turned(const amp_k_gemm *g) {
     return t;
 }
 
-/* ---- Products in FP8.  Numbers of 8 bits are exact in bf16, and so are their multiples by the powers of two that
-   scale blocks.  So an operand is rounded to 8 bits and stored as bf16, with its blocks scaled back; a tensor's scale
-   goes into alpha; the rest is a product in bf16.  As those do, it may read numbers below 2^-126 as 0. */
+/* ---- Products in FP8.  bf16 represents 8-bit numbers exactly, and also their multiples by the powers of two that
+   scale blocks.  So an operand is rounded to 8 bits and stored as bf16, with the scales of its blocks undone.  The
+   scale of a whole tensor becomes part of alpha.  The rest is a product in bf16.  Like every product in bf16, it may
+   read numbers below 2^-126 as 0. */
 
 enum { AMPI_FP8_COLS = AMPI_CONVERT_CHUNK, AMPI_FP8_BLOCK = 128, AMPI_FP8_MX_BLOCK = 32 };
 
-/* An operand as it is stored: rows x cols; out: the same, contiguous. */
+/* The rounding of one operand.  rows and cols are its shape as it is stored.  out has the same shape and is
+   contiguous. */
 typedef struct ampi_fp8_job {
     const amp_k_fp8 *how;
     const ampi_pointwise_vec *vec;
     amp_cpu_path path;
     ampi_gemm_operand x;
-    int64_t rows, cols, band, across;   /* values of a block down and along the rows; 0: the whole tensor is one */
+    int64_t rows, cols, band, across;   /* band, across: rows and columns of a block; 0: it is the whole tensor */
     uint16_t *out;
     uint32_t amax;                      /* of the whole tensor; changed atomically */
-    float scale, spread;                /* of the whole tensor, and what its copy is multiplied by: a power of two */
-    float factor;                       /* what a product with the copy must be multiplied by */
+    float scale, spread;                /* of the whole tensor: its scale; the power of two that multiplies its copy */
+    float factor;                       /* the product with the copy must be multiplied by this */
     amp_k_fp8_count count;              /* changed atomically */
 } ampi_fp8_job;
 
@@ -9829,7 +9876,7 @@ static const float *ampi_fp8_row_at(const ampi_fp8_job *job, int64_t row, int64_
     return ampi_row_in(ampi_at(job->x.data, job->x.dtype, row * job->x.ld + col), job->x.dtype, n, scratch, job->path);
 }
 
-/* The largest magnitude in rows [begin, end). */
+/* Raises job->amax to the largest magnitude in rows [begin, end). */
 static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread) {
     ampi_fp8_job *job = (ampi_fp8_job *)arg;
     uint32_t most[AMPI_FP8_COLS] = {0}, amax = 0;
@@ -9845,7 +9892,8 @@ static void ampi_fp8_amax_part(void *arg, int64_t begin, int64_t end, int thread
     ampi_raise(&job->amax, amax);
 }
 
-/* The scales of a band's columns from its largest magnitudes, block by block, and what undoes them. */
+/* Computes the scales of the columns of a band, block by block, from the largest magnitude of each column.  inverse
+   receives the factors that undo the scales. */
 static void ampi_fp8_block_scales(const ampi_fp8_job *job, const uint32_t *most, int64_t n, float *scale,
                                   float *inverse) {
     int64_t i, j, end;
@@ -9863,7 +9911,7 @@ static void ampi_fp8_block_scales(const ampi_fp8_job *job, const uint32_t *most,
     }
 }
 
-/* Rounds bands [begin, end) of rows. */
+/* Rounds bands [begin, end) of rows.  If the whole tensor is one block, each row is a band. */
 static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread) {
     ampi_fp8_job *job = (ampi_fp8_job *)arg;
     int64_t band = AMPI_MAX(job->band, 1), at, i, j, n, row_end;
@@ -9891,7 +9939,8 @@ static void ampi_fp8_cast_part(void *arg, int64_t begin, int64_t end, int thread
     ampi_fp8_count_add(&job->count, &count);
 }
 
-/* The scale of a whole tensor, and what undoes it in the product and in the copy. */
+/* Sets the scale of a whole tensor, and the factors in the product and in the copy that undo it.  With `own` the scale
+   is computed from job->amax.  Otherwise it is the scale that the slot holds. */
 static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     const amp_k_fp8 *how = job->how;
     ampi_fp host = ampi_fp_begin();
@@ -9906,7 +9955,8 @@ static void ampi_fp8_set_scale(ampi_fp8_job *job, int own) {
     ampi_fp_end(host);
 }
 
-/* Rounds an operand. */
+/* Rounds an operand.  If how->record is set, this also records the counts and, with delayed scaling, the largest
+   magnitude. */
 static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     int threads = job->rows * job->cols < 1 << 16 ? 1 : ampi_threads_now(cpu);
     int64_t band = AMPI_MAX(job->band, 1), grain = AMPI_MAX(4096 / AMPI_MAX(job->cols * band, 1), 1);
@@ -9922,8 +9972,8 @@ static void ampi_fp8_cast(ampi_cpu *cpu, ampi_fp8_job *job) {
     }
 }
 
-/* g with operands in bf16; `work` receives them, or is NULL if only the shape matters.  b may have been rounded, and
-   packed behind its factor, by gemm_pack. */
+/* Sets *out to the product g with operands in bf16.  `work` receives these operands.  It is NULL if only the shape of
+   *out matters.  If g->packed_b is set, gemm_pack has already rounded b, and has packed it after its factor. */
 static void ampi_gemm_of_fp8(ampi_cpu *cpu, const amp_k_gemm *g, char *work, amp_k_gemm *out) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     ampi_fp8_job first = ampi_fp8_job_of(cpu, g->fp8[0], &a, g->k, g->m, work), second;
@@ -9964,7 +10014,7 @@ static amp_result ampi_gemm_fp8(ampi_cpu *cpu, const amp_k_gemm *g) {
     return result;
 }
 
-/* alpha 0 reads neither a nor b, as in BLAS. */
+/* With alpha 0, no value of a or b has an effect on c, not even an infinity or NaN, as in BLAS. */
 static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     (void)stream;
@@ -9982,7 +10032,7 @@ static amp_result ampi_cpu_gemm(void *dev, const amp_k_gemm *args, void *stream)
     return ampi_gemm_with(cpu, ampi_gemm_pick(cpu, args->compute), args);
 }
 
-/* The most scratch memory that a product takes, on all threads or on one. */
+/* The most scratch memory that a product takes, whether it runs on all threads or on one. */
 static size_t ampi_gemm_scratch_size(ampi_cpu *cpu, const amp_k_gemm *args) {
     const ampi_gemm_vec *vec = ampi_gemm_pick(cpu, args->compute == AMP_FP8 ? AMP_BF16 : args->compute);
     amp_k_gemm g = *args;
@@ -10026,7 +10076,7 @@ static void ampi_cpu_call_release(void *dev, void *ptr, size_t bytes) {
     ampi_cpu_release((ampi_cpu *)dev, ptr, bytes);
 }
 
-/* ---- Packing B ahead: one block of k after the other, panel by panel */
+/* ---- Packing B before its products.  The packing contains the blocks of k in order, and in each block the panels. */
 
 typedef struct ampi_gemm_packing {
     const amp_k_pack *args;
@@ -10054,7 +10104,8 @@ static ampi_gemm_packing ampi_gemm_packing_of(const ampi_gemm_vec *vec, const am
     return p;
 }
 
-/* How many values rounding made infinite: k values from k0 on of columns [j, j + n), packed into `words` words. */
+/* The number of finite values that rounding made infinite, among k values from k0 on of columns [j, j + n), which were
+   packed into `words` words. */
 static int64_t ampi_gemm_new_inf(const ampi_gemm_packing *p, int64_t k0, int64_t k, int64_t j, int64_t n,
                                  const float *packing, int64_t words) {
     int64_t after, before = 0, i;
@@ -10101,8 +10152,8 @@ static amp_result ampi_gemm_pack_with(ampi_cpu *cpu, const ampi_gemm_vec *vec, c
     return AMP_OK;
 }
 
-/* A product packs B as it goes.  Packing ahead pays only for repeated products: one alone does not repay the memory
-   traffic. */
+/* A product packs B by itself.  Packing B before the product pays only if the product is repeated, because a single
+   product does not repay the memory traffic.  In FP8, B is packed in any case, so that it is rounded only once. */
 static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     int fp8 = AMPI_HAS_FP8 && args->compute == AMP_FP8;
     ampi_gemm_packing p =
@@ -10111,7 +10162,8 @@ static size_t ampi_cpu_gemm_pack_size(void *dev, const amp_k_pack *args) {
     return fp8 ? 64 + bytes : args->repeated ? bytes : 0;
 }
 
-/* b rounded to 8 bits: first the factor of its products, at 64 the panels. */
+/* Rounds b to 8 bits and packs it.  The packing begins with the factor for its products, followed by the panels at byte
+   64. */
 static amp_result ampi_gemm_pack_fp8(ampi_cpu *cpu, const amp_k_pack *args, void *packing) {
     size_t bytes = ampi_fp8_bytes(args->k, args->n);
     void *work = ampi_cpu_scratch(cpu, bytes);
@@ -10143,8 +10195,8 @@ static amp_result ampi_cpu_gemm_pack(void *dev, const amp_k_pack *args, void *pa
 
 #if !defined(AMP_NO_OPERATORS)
 
-/* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS at a time are added in fp32, and these sums in fp64, so
-   that the error does not grow with the number of rows. */
+/* ---- Long sums of rows, element by element.  AMPI_SUM_ROWS rows at a time are added in fp32.  These sums are added in
+   fp64.  So the error does not grow with the number of rows. */
 
 enum { AMPI_SUM_ROWS = 128, AMPI_SUM_COLS = 1024 };
 
@@ -10152,14 +10204,14 @@ typedef struct ampi_long_sum {
     const ampi_pointwise_vec *vec;
     amp_cpu_path path;
     amp_dtype dtype;
-    int64_t n, waiting;
+    int64_t n, waiting;                 /* elements of a row; pointers in rows that have not been added yet */
     int32_t wide;                       /* 1: total is in use */
     const void *rows[AMPI_SUM_ROWS];
     float part[AMPI_SUM_COLS];
     double total[AMPI_SUM_COLS];
 } ampi_long_sum;
 
-/* For rows of n <= AMPI_SUM_COLS elements. */
+/* Begins a sum of rows with n <= AMPI_SUM_COLS elements. */
 static void ampi_sum_begin(ampi_long_sum *s, amp_cpu_path path, amp_dtype dtype, int64_t n) {
     s->vec = AMPI_PICK(ampi_pointwise_kernels, path);
     s->path = path;
@@ -10176,7 +10228,8 @@ static void ampi_sum_widen(ampi_long_sum *s) {
     s->waiting = 0;
 }
 
-/* Adds `count` rows, ld elements apart. */
+/* Adds `count` rows that are ld elements apart.  The sum keeps pointers to them, so they must not change before
+   ampi_sum_end. */
 static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, int64_t count) {
     const char *row = (const char *)rows;
     int64_t step = ld * (int64_t)amp_dtype_size(s->dtype), i, m;
@@ -10191,7 +10244,7 @@ static inline void ampi_sum_add(ampi_long_sum *s, const void *rows, int64_t ld, 
     }
 }
 
-/* to = the sum, or with `add` += */
+/* Ends a sum.  Sets `to` to the sum or, with `add`, adds the sum to it. */
 static void ampi_sum_end(ampi_long_sum *s, void *to, amp_dtype dtype, int32_t add) {
     float old[AMPI_SUM_COLS];
     if (s->wide) {
@@ -10236,17 +10289,18 @@ static amp_result ampi_cpu_column_sum(void *dev, const amp_k_column_sum *args, v
 }
 
 /* ---- Attention after Dao et al. 2022, on strips of 32 queries and tiles of 64 keys.  A tile that the mask hides from
-   the whole strip is skipped, others are computed from the first to the last key that some query sees.  Operands and
-   probabilities are rounded to the compute dtype; products and sums are fp32.  Sums over keys (o, dq) and over queries
-   (dk, dv) run in order, 1024 terms at a time and then over these partial sums, so that the error hardly grows. */
+   the whole strip is skipped.  Other tiles are computed from the first to the last key that some query may see.
+   Operands and probabilities are rounded to the compute dtype.  Products and sums are fp32.  Sums over keys (o, dq) and
+   over queries (dk, dv) are formed in order.  Each 1024 terms form a partial sum, and the partial sums are then added.
+   So the error hardly grows with the number of terms. */
 enum { AMPI_FOLD = 1024 / AMPI_KEY_TILE, AMPI_FOLD_TILES = 1024 / (AMPI_STRIPS * AMPI_STRIP) };
 
-/* What the queries of a strip see.  Lanes without a query repeat the last one. */
+/* The keys that the queries of a strip see.  Lanes without a query repeat the last query. */
 typedef struct ampi_strip_mask {
-    ampi_span span[AMPI_STRIP], least, most;    /* least, most: the bounds over all lanes, by field */
+    ampi_span span[AMPI_STRIP], least, most;    /* least, most: of each field over all lanes */
     int32_t document[AMPI_STRIP], least_document, most_document;
     const int32_t *documents;                   /* of the keys; NULL: one document */
-    const uint8_t *allowed;                     /* of the first query; NULL: all allowed */
+    const uint8_t *allowed;                     /* row of the first query; NULL: all keys are allowed */
     int64_t keys, n;
 } ampi_strip_mask;
 
@@ -10277,7 +10331,8 @@ static void ampi_strip_mask_open(ampi_strip_mask *s, const amp_k_attention *x, i
     }
 }
 
-/* Narrows the keys [*begin, *end) to those that some query of the strip may see; 0: none. */
+/* Narrows the keys [*begin, *end) to a range that contains all keys that some query of the strip may see.  Returns 0 if
+   there are none. */
 static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *end) {
     int64_t from = *begin, to = *end, j;
     *end = AMPI_MIN(to, AMPI_MAX(s->most.first, s->most.high));
@@ -10294,8 +10349,8 @@ static int ampi_strip_range(const ampi_strip_mask *s, int64_t *begin, int64_t *e
     return 1;
 }
 
-/* The strip's mask of the keys [begin, end).  0: every query sees all of them.  scratch: the transposed part of an
-   arbitrary mask. */
+/* Sets *m to the strip's mask of the keys [begin, end).  Returns 0, and leaves *m unfinished, if every query sees all
+   of them.  scratch receives the transposed part of an arbitrary mask. */
 static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t end, ampi_tile_mask *m,
                                 int32_t *scratch) {
     int64_t rows = end - begin, i, j;
@@ -10319,51 +10374,53 @@ static int ampi_strip_tile_mask(const ampi_strip_mask *s, int64_t begin, int64_t
     return 1;
 }
 
-/* One attention call.  A row of `wide` floats is a row of dim values padded with zeros. */
+/* One attention call.  A row of `wide` floats consists of dim values and zeros. */
 typedef struct ampi_attention_call {
     const amp_k_attention *x;
     const ampi_attention_vec *vec;
     const ampi_pointwise_vec *rows;
     amp_cpu_path path;
-    int64_t wide, tiles;            /* tiles of AMPI_STRIPS strips per head */
+    int64_t wide, tiles;            /* tiles: of AMPI_STRIPS strips, in each head */
     float *scratch; int64_t scratch_size; /* floats per thread */
 } ampi_attention_call;
 
-/* Rows of values of the compute dtype, stored as fp32, ld floats apart. */
+/* Rows of values that are rounded to the compute dtype and stored as fp32.  The rows are ld floats apart. */
 typedef struct ampi_rows32 { const float *data; int64_t ld; } ampi_rows32;
 
 typedef struct ampi_strip {
     ampi_strip_mask mask;
-    int64_t query;                  /* its first */
+    int64_t query;                  /* the first query */
     float max[AMPI_STRIP], sum[AMPI_STRIP], lse[AMPI_STRIP], delta[AMPI_STRIP];
-    ampi_rows32 q, d_o;             /* backward: d_o */
+    ampi_rows32 q, d_o;             /* d_o: only in backward */
     float *q_copy, *q_t, *d_o_copy, *d_o_t;       /* [AMPI_STRIP, wide] and transposed */
     float *result_t;                /* o or dq, transposed */
-    int32_t tiles, folded;          /* tiles of keys in result_t; 1: earlier ones are in total_t, total, max_then */
+    int32_t tiles, folded;          /* tiles of keys in result_t; 1: earlier tiles are in total_t, total, max_then */
     float *total_t, total[AMPI_STRIP], max_then[AMPI_STRIP];
 } ampi_strip;
 
 typedef struct ampi_attention_scratch {
     const ampi_attention_call *call;
-    int64_t b, h;                   /* the head being worked on */
+    int64_t b, h;                   /* the current head */
     ampi_strip strips[AMPI_STRIPS];
     int64_t n_strips;
     float *scores, *slopes;         /* [AMPI_KEY_TILE, AMPI_STRIP] */
     float *k, *v;                   /* [AMPI_KEY_TILE, wide] */
     float *result;                  /* [AMPI_STRIP, wide] */
     float *dk, *dv;                 /* backward: [keys, wide] */
-    float *dk_total, *dv_total;     /* of earlier queries */
+    float *dk_total, *dv_total;     /* backward: the sums over earlier queries */
     int32_t *allowed;               /* [AMPI_KEY_TILE, AMPI_STRIP] */
-    int32_t careful;                /* 1: hidden keys or queries hold infinities or NaN */
+    int32_t careful;                /* 1: hidden keys or queries may be infinite or NaN; a weight of 0 must give 0 */
 } ampi_attention_scratch;
 
+/* Returns n floats at base + *in_use, and counts them in *in_use.  Returns NULL if base is NULL. */
 static float *ampi_take(float *base, int64_t *in_use, int64_t n) {
     float *p = base ? base + *in_use : NULL;
     *in_use += n;
     return p;
 }
 
-/* Places a thread's arrays at base and returns how many floats they take; base NULL only counts. */
+/* Places a thread's arrays at base, and returns the number of floats that they take.  If base is NULL, it only counts
+   them. */
 static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base, const ampi_attention_call *call,
                                     int backward) {
     int64_t wide = call->wide, keys = call->x->keys, in_use = 0, strip = AMPI_STRIP * wide,
@@ -10391,17 +10448,18 @@ static int64_t ampi_attention_place(ampi_attention_scratch *scratch, float *base
     return in_use;
 }
 
-/* Whether `compute` holds every value of `storage`. */
+/* Whether `compute` represents every value of `storage`. */
 static int ampi_is_exact(amp_dtype storage, amp_dtype compute) {
     return compute == AMP_F32 || compute == storage || (compute == AMP_TF32 && storage != AMP_F32);
 }
 
-/* Row i of the head in a tensor. */
+/* The offset of row i of the current head in a tensor, in elements. */
 static int64_t ampi_attention_at(const ampi_attention_scratch *scratch, const int64_t stride[3], int64_t i) {
     return scratch->b * stride[0] + i * stride[1] + scratch->h * stride[2];
 }
 
-/* Loads n rows of dim values, `stride` elements apart, into scratch[n][wide], rounded to the compute dtype. */
+/* Loads n rows of dim values, which are `stride` elements apart, into scratch[n][wide].  The values are rounded to the
+   compute dtype. */
 static void ampi_attention_load(const ampi_attention_call *call, const void *data, int64_t stride, int64_t n,
                                 float *scratch) {
     const amp_k_attention *x = call->x;
@@ -10416,8 +10474,8 @@ static void ampi_attention_load(const ampi_attention_call *call, const void *dat
     }
 }
 
-/* Rows [begin, begin + n) of the head, in place if fp32 without rounding, else in `copy`.  A strip is padded with zeros
-   to AMPI_STRIP rows of `wide`. */
+/* Returns rows [begin, begin + n) of the current head.  They are in place if they are fp32 and need neither rounding
+   nor padding, otherwise in `copy`.  A strip is padded with zeros to AMPI_STRIP rows of `wide`. */
 static ampi_rows32 ampi_attention_rows(const ampi_attention_scratch *scratch, const void *data,
                                        const int64_t stride[3], int64_t begin, int64_t n, int strip, float *copy) {
     const ampi_attention_call *call = scratch->call;
@@ -10436,7 +10494,7 @@ static ampi_rows32 ampi_attention_rows(const ampi_attention_scratch *scratch, co
     return rows;
 }
 
-/* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether one held a NaN. */
+/* Rounds factor * rows[n][wide] into a tensor's rows from `begin` on.  Returns whether `rows` contained a NaN. */
 static int ampi_attention_store(const ampi_attention_scratch *scratch, void *data, const int64_t stride[3],
                                 int64_t begin, int64_t n, float *rows, float factor) {
     const ampi_attention_call *call = scratch->call;
@@ -10452,7 +10510,8 @@ static int ampi_attention_store(const ampi_attention_scratch *scratch, void *dat
     return nan;
 }
 
-/* delta[i] = sum over d of do[i][d] o[i][d], which equals the sum over keys of p dp. */
+/* Sets delta[i] to the sum over d of do[i][d] o[i][d], which equals the sum over keys of p dp.  Also loads the lse of
+   forward. */
 static void ampi_attention_delta(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                  ampi_strip *s) {
     const amp_k_attention *x = call->x;
@@ -10467,7 +10526,7 @@ static void ampi_attention_delta(const ampi_attention_call *call, const ampi_att
     }
 }
 
-/* Prepares the strips of tile t of the head. */
+/* Prepares the strips of tile t of the current head. */
 static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t,
                                 int backward) {
     const amp_k_attention *x = call->x;
@@ -10494,7 +10553,7 @@ static void ampi_attention_open(const ampi_attention_call *call, ampi_attention_
     }
 }
 
-/* tile = scale times n rows times a transposed strip. */
+/* Sets `tile` to scale times n rows times a transposed strip. */
 static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 rows, int64_t n,
                                   const float *strip_t, float scale, float *tile) {
     ampi_product p = {n, AMPI_STRIP, call->x->dim, rows.data, rows.ld, 1, strip_t, AMPI_STRIP, tile, AMPI_STRIP,
@@ -10502,13 +10561,14 @@ static void ampi_attention_scores(const ampi_attention_call *call, ampi_rows32 r
     (call->vec->product)(&p);
 }
 
+/* Adds a product with probabilities or their gradients.  If scratch->careful is 1, a weight of 0 gives 0. */
 static void ampi_attention_add(const ampi_attention_call *call, const ampi_attention_scratch *scratch,
                                const ampi_product *p, int32_t a_is_weight) {
     if (scratch->careful) (call->vec->product_weighted)(p, a_is_weight);
     else (call->vec->product)(p);
 }
 
-/* One strip and n keys from `begin` on: o = o rescale + v^T p. */
+/* Forward of one strip and n keys from `begin` on: o = o rescale + v^T p. */
 static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch, ampi_strip *s,
                                         int64_t begin, int64_t n, ampi_rows32 k, ampi_rows32 v) {
     const amp_k_attention *x = call->x;
@@ -10523,7 +10583,7 @@ static void ampi_attention_forward_tile(const ampi_attention_call *call, ampi_at
     ampi_attention_add(call, scratch, &p, 0);
 }
 
-/* One strip and n keys from `begin` on, with s the scaled scores:
+/* Backward of one strip and n keys from `begin` on.  With s the scaled scores, it computes:
    p = exp(s - lse), dp = do v^T, ds = p (dp - delta), dv += p^T do, dk += ds^T q, dq += ds k. */
 static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_attention_scratch *scratch,
                                          ampi_strip *s, int64_t begin, int64_t n, ampi_rows32 k,
@@ -10554,7 +10614,8 @@ static void ampi_attention_backward_tile(const ampi_attention_call *call, ampi_a
     ampi_attention_add(call, scratch, &to_dq, 0);
 }
 
-/* Adds a strip's result and, forward, its sums of weights relative to `max`, to those of earlier keys. */
+/* Adds a strip's result to that of earlier keys.  In forward, the result and the sums of weights are relative to `max`.
+   So those of earlier keys are first rescaled from max_then to `max`, and the sums are added too. */
 static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, int backward) {
     int64_t n = AMPI_STRIP * call->wide;
     float factor[AMPI_STRIP];
@@ -10565,7 +10626,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
         memset(s->total_t, 0, (size_t)n * sizeof(float));
         memset(s->total, 0, sizeof s->total);
     } else if (!backward) {
-        for (i = 0; i < AMPI_STRIP; i++)            /* -inf: saw no key, nothing to rescale */
+        for (i = 0; i < AMPI_STRIP; i++)            /* -inf: the query has seen no key, and its sums are 0 */
             factor[i] = ampi_bits_f32(s->max_then[i]) == 0xff800000u ? s->max_then[i] : s->max_then[i] - s->max[i];
         (void)(call->rows->exp_sum)(factor, 0.0f, factor, AMPI_STRIP);
         (call->vec->product)(&rescale);
@@ -10580,7 +10641,7 @@ static void ampi_attention_fold(const ampi_attention_call *call, ampi_strip *s, 
     s->tiles = 0;
 }
 
-/* All strips in `scratch` with all keys that they see. */
+/* Computes all strips in `scratch` with all keys that they see. */
 static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention_scratch *scratch, int backward) {
     const amp_k_attention *x = call->x;
     int64_t i, j;
@@ -10612,7 +10673,7 @@ static void ampi_attention_sweep(const ampi_attention_call *call, ampi_attention
     }
 }
 
-/* Tile t of the head, forward.  Returns whether o has a NaN. */
+/* Forward of tile t of the current head.  Returns whether o contains a NaN. */
 static int ampi_attention_forward(const ampi_attention_call *call, ampi_attention_scratch *scratch, int64_t t) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, i;
@@ -10633,7 +10694,8 @@ static int ampi_attention_forward(const ampi_attention_call *call, ampi_attentio
     return nan;
 }
 
-/* After t tiles: moves part into total; after the last, adds total, if used, to part. */
+/* Called for dk and dv after t tiles, where t is a multiple of AMPI_FOLD_TILES or the last.  Moves `part` into `total`.
+   After the last tile it adds `total` to `part` instead, if `total` has been used. */
 static void ampi_attention_total(const ampi_attention_call *call, float *part, float *total, int64_t t) {
     int64_t n = call->x->keys * call->wide;
     int last = t == call->tiles;
@@ -10643,7 +10705,7 @@ static void ampi_attention_total(const ampi_attention_call *call, float *part, f
     if (!last) memset(part, 0, (size_t)n * sizeof *part);
 }
 
-/* The head, backward.  Returns whether a gradient has a NaN. */
+/* Backward of the current head.  Returns whether a gradient contains a NaN. */
 static int ampi_attention_backward(const ampi_attention_call *call, ampi_attention_scratch *scratch) {
     const amp_k_attention *x = call->x;
     int64_t wide = call->wide, t, i;
@@ -10667,8 +10729,8 @@ static int ampi_attention_backward(const ampi_attention_call *call, ampi_attenti
     return nan;
 }
 
-/* In the fast products a hidden key that holds an infinity or NaN makes 0 * inf = NaN.  If a masked call yields a NaN,
-   it is done again with products in which a weight of 0 gives 0. */
+/* A hidden key has weight 0.  If it contains an infinity or NaN, the fast products yield 0 * inf = NaN.  So if there is
+   a mask and the result contains a NaN, it is computed again with products in which a weight of 0 gives 0. */
 static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_attention_call *call = (const ampi_attention_call *)arg;
     const amp_k_attention *x = call->x;
@@ -10677,7 +10739,7 @@ static void ampi_attention_forward_task(void *arg, int64_t begin, int64_t end, i
     ampi_attention_place(&scratch, call->scratch + thread * call->scratch_size, call, 0);
     for (item = begin; item < end; item++) {
         int64_t head = item / call->tiles, t = item % call->tiles;
-        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles: their cost differs */
+        t = t % 2 ? call->tiles - 1 - t / 2 : t / 2;        /* alternates early and late tiles, whose costs differ */
         scratch.b = head / x->heads;
         scratch.h = head % x->heads;
         scratch.careful = 0;
@@ -10758,7 +10820,7 @@ static void ampi_softmax_hide(const amp_k_softmax *x, int64_t b, int64_t h, int6
     }
 }
 
-/* y[0, n) = softmax of itself. */
+/* Replaces y[0, n) by its softmax.  A row of -inf alone becomes 0. */
 static void ampi_softmax_row(amp_cpu_path path, float *y, int64_t n) {
     const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, path);
     float max = (vec->row_max)(y, n);
@@ -10838,11 +10900,11 @@ static amp_result ampi_cpu_softmax_backward(void *dev, const amp_k_softmax *args
 #endif /* AMP_NO_OPERATORS */
 
 /* ---- The bandwidth-bound operators on the CPU.  Each loops over rows or tiles, widens its inputs to fp32, calls a
-   vector kernel, and rounds its outputs once.  Sums over rows go by blocks whose size depends on the shape alone, added
-   in order: the same bits for any number of threads. */
+   vector kernel, and rounds its outputs once.  Sums over rows are formed in blocks, whose size depends on the shape
+   alone, and the blocks are added in order.  So the bits are the same for any number of threads. */
 
 enum {
-    AMPI_TILE = 512,                /* elements of an operand that an elementwise kernel holds on the stack */
+    AMPI_TILE = 512,                /* elements of an operand that an elementwise kernel keeps on the stack */
     AMPI_PIECE = 16384,             /* elements that justify a thread */
     AMPI_SUM_BLOCK = 32768          /* elements of one partial loss sum */
 };
@@ -10875,7 +10937,7 @@ static void ampi_run_tiles(ampi_pointwise_job *job, int64_t rows, int64_t cols, 
                   ampi_grain(AMPI_MIN(cols, (int64_t)AMPI_TILE)), task, job);
 }
 
-/* Where tile i starts; returns its number of elements. */
+/* Sets *row and *col to where tile i begins.  Returns its number of elements. */
 static int64_t ampi_tile(const ampi_pointwise_job *job, int64_t i, int64_t *row, int64_t *col) {
     *row = i / job->tiles_per_row;
     *col = i % job->tiles_per_row * AMPI_TILE;
@@ -10886,13 +10948,13 @@ static void *ampi_mat_at(const amp_mat *m, int64_t row, int64_t col) {
     return ampi_at_mut(m->data, m->dtype, row * m->ld + col);
 }
 
-/* Whether the rows follow each other without gaps: the matrix is then one long row. */
+/* Whether the rows follow each other without gaps.  The matrix can then be treated as one long row. */
 static int ampi_mat_dense(const amp_mat *m) { return m->ld == m->cols || m->rows <= 1; }
 
-/* Columns of a row buffer: a multiple of 64 bytes. */
+/* The number of floats of a row buffer, which is a multiple of 64 bytes. */
 static int64_t ampi_padded(int64_t cols) { return (cols + 15) / 16 * 16; }
 
-/* 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0. */
+/* Returns 1 + the index of the first value outside [0, limit) that is not `ignore`, or 0 if there is none. */
 static int32_t ampi_first_outside(const int32_t *values, int64_t n, int64_t limit, int64_t ignore) {
     int64_t i;
     for (i = 0; i < n; i++)
@@ -10918,7 +10980,7 @@ static void ampi_cast_task(void *arg, int64_t begin, int64_t end, int thread) {
     how.offset += (uint64_t)begin;
     if (job->new_inf == NULL)
         ampi_convert(to, a->dst_dtype, from, a->src_dtype, end - begin, &how, job->cpu->path);
-    else        /* a thread may have several pieces */
+    else        /* += because a thread may be given several pieces */
         job->new_inf[thread] += ampi_convert_counted(to, a->dst_dtype, from, a->src_dtype, end - begin, &how,
                                                      job->cpu->path);
 }
@@ -10947,7 +11009,7 @@ static amp_result ampi_cpu_cast(void *dev, const amp_k_cast *args, void *stream)
 
 /* ---- Activations, SwiGLU, dropout, addition */
 
-/* x + bias[col...] in `scratch`; without a bias, x. */
+/* Computes x plus the bias from column `col` on in `scratch`.  Without a bias it returns x. */
 static const float *ampi_row_biased(const float *x, const void *bias, amp_dtype dtype, int64_t col, int64_t n,
                                     float *scratch, amp_cpu_path path) {
     float bias_scratch[AMPI_TILE];
@@ -10976,7 +11038,7 @@ static void ampi_activation_task(void *arg, int64_t begin, int64_t end, int thre
     }
 }
 
-/* With a bias by rows, else as one long row. */
+/* Runs an activation row by row if it has a bias, otherwise on all elements as one long row. */
 static void ampi_run_activation(ampi_pointwise_job *job, const amp_k_activation *a, ampi_task task) {
     int64_t cols = a->bias != NULL ? a->cols : a->n;
     ampi_run_tiles(job, cols > 0 ? a->n / cols : 0, cols, task);
@@ -10989,7 +11051,8 @@ static amp_result ampi_cpu_activation(void *dev, const amp_k_activation *args, v
     return AMP_OK;
 }
 
-/* tanh takes its slope from y if given: no exponential, and x may have been overwritten. */
+/* If y is given, the slope of tanh is computed from y instead of x.  This needs no exponential, and x may have been
+   overwritten. */
 static void ampi_activation_backward_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_pointwise_job *job = (const ampi_pointwise_job *)arg;
     const amp_k_activation *a = (const amp_k_activation *)job->args;
@@ -11141,7 +11204,7 @@ static amp_result ampi_cpu_add(void *dev, const amp_k_add *args, void *stream) {
     return AMP_OK;
 }
 
-/* n elements `stride` apart as fp32. */
+/* Returns n elements, which are `stride` apart, as contiguous fp32. */
 static const float *ampi_spread_in(const void *from, amp_dtype dtype, int64_t stride, int64_t n, float *scratch,
                                    amp_cpu_path path) {
     char raw[AMPI_TILE * sizeof(float)];
@@ -11191,7 +11254,8 @@ static amp_result ampi_cpu_add_views(void *dev, const amp_k_add_views *args, voi
 
 /* ---- LayerNorm and RMSNorm */
 
-/* rows summed into dweight and dbias as one chain in fp32; chains summed in fp32 */
+/* Terms of dweight and dbias are added in fp32 over AMPI_NORM_ROWS rows, which form a chain.  AMPI_NORM_RUNS chains are
+   then added in fp32, and longer sums in fp64. */
 enum { AMPI_NORM_ROWS = 32, AMPI_NORM_RUNS = 8 };
 
 typedef struct ampi_norm_job {
@@ -11200,7 +11264,7 @@ typedef struct ampi_norm_job {
     const amp_k_norm *args;
     const float *weight, *bias;     /* fp32, or NULL */
     int64_t stride;                 /* floats between row buffers */
-    /* row buffers per thread: 3, and for long partial sums 2 per chain, 2 for their sum and 2 in fp64 */
+    /* row buffers per thread: 3, and for long partial sums also 2 per chain, 2 for their sum, and 2 in fp64 */
     int64_t thread_scratch;
     float *scratch;
     int64_t block_rows, blocks;     /* backward: rows per partial sum of dweight and dbias */
@@ -11234,7 +11298,7 @@ static amp_result ampi_norm_open(ampi_norm_job *job, void *dev, const amp_k_norm
     return AMP_OK;
 }
 
-/* The mean of a row, and of its squared distances from `centre`. */
+/* The mean of a row, and below the mean of its squared distances from `centre`. */
 static double ampi_row_mean(const ampi_norm_job *job, const float *x, int64_t n) {
     double sum = 0.0;
     int64_t i;
@@ -11250,7 +11314,8 @@ static double ampi_row_variance(const ampi_norm_job *job, const float *x, float 
     return sum / (double)n;
 }
 
-/* The row to normalize: the sum as stored, because backward reads it. */
+/* Returns the row to normalize.  With a residual this is the sum.  If the sum is stored, its rounded values are
+   normalized, because backward reads them. */
 static const float *ampi_norm_input(const ampi_norm_job *job, int64_t row, float *scratch) {
     const amp_k_norm *a = job->args;
     amp_cpu_path path = job->cpu->path;
@@ -11297,8 +11362,8 @@ static amp_result ampi_cpu_norm(void *dev, const amp_k_norm *args, void *stream)
     return AMP_OK;
 }
 
-/* With g = dy weight, h = (x - mean) rstd and means over the row:
-   dx = rstd (g - mean(g) - h mean(g h)), without mean(g) in RMSNorm; dweight = sum of dy h, dbias = sum of dy. */
+/* Backward of one row.  With g = dy weight, h = (x - mean) rstd and mean() over the row:
+   dx = rstd (g - mean(g) - h mean(g h)), without the term mean(g) in RMSNorm; dweight += dy h; dbias += dy. */
 static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float *scratch, float *dweight,
                                    float *dbias) {
     const amp_k_norm *a = job->args;
@@ -11326,7 +11391,7 @@ static void ampi_norm_backward_row(const ampi_norm_job *job, int64_t row, float 
     if (a->dx_low.data) ampi_convert_fast(ampi_mat_at(&a->dx_low, row, 0), a->dx_low.dtype, dx, AMP_F32, n, path);
 }
 
-/* sums[2, stride] = dweight and dbias of rows [begin, end) */
+/* Sets sums[2, stride] to dweight and dbias of rows [begin, end). */
 static void ampi_norm_backward_rows(const ampi_norm_job *job, int64_t begin, int64_t end, float *scratch, float *sums) {
     const amp_k_norm *a = job->args;
     int64_t row;
@@ -11372,7 +11437,7 @@ static void ampi_norm_backward_task(void *arg, int64_t begin, int64_t end, int t
     }
 }
 
-/* Sums the partials into columns [begin, end) of the gradient. */
+/* Adds up the partial sums of columns [begin, end) into the gradient. */
 static void ampi_norm_reduce(const ampi_norm_job *job, const amp_k_gradient *gradient, int64_t which, int64_t begin,
                              int64_t end) {
     ampi_long_sum sum;
@@ -11415,11 +11480,12 @@ typedef struct ampi_cross_entropy_job {
     double scale;                   /* of the gradient: factor * grad_scale / rows counted */
 } ampi_cross_entropy_job;
 
-/* What the first pass over a row finds. */
+/* The results of the first pass over a row: the largest logit, the logit of the label and, with smoothing, the sum of
+   the logits. */
 typedef struct ampi_logit_row { float max, label; double sum; } ampi_logit_row;
 
-/* n logits of a row from i on, in fp32.  Both passes widen them, into a chunk that stays in the first cache: a widened
-   row would go through the second. */
+/* Returns n logits of a row from i on in fp32.  Both passes widen them again, into a chunk that stays in the
+   first-level cache.  A whole widened row would need the second-level cache. */
 static const float *ampi_logits_in(const ampi_cross_entropy_job *job, int64_t row, int64_t i, int64_t n, float *chunk) {
     const amp_mat *x = &job->args->logits;
     return ampi_row_in(ampi_mat_at(x, row, i), x->dtype, n, chunk, job->cpu->path);
@@ -11441,7 +11507,7 @@ static ampi_logit_row ampi_logits_scan(const ampi_cross_entropy_job *job, int64_
     return found;
 }
 
-/* The sum of e = exp(x - max) over a row; e may be NULL, or the row. */
+/* Returns the sum of e = exp(x - max) over a row.  e may be NULL, or the buffer of the row itself. */
 static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, float max, float *e) {
     int64_t classes = job->args->classes, i;
     float chunk[AMPI_ROW_CHUNK];
@@ -11453,7 +11519,7 @@ static double ampi_logits_exp(const ampi_cross_entropy_job *job, int64_t row, fl
     return sum;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), less scale (1 - smoothing) in the label's column. */
+/* dlogits = scale (e / sum - smoothing / classes), minus scale (1 - smoothing) in the label's column. */
 static void ampi_logits_gradient(const ampi_cross_entropy_job *job, int64_t row, const float *e, double sum) {
     const amp_k_cross_entropy *a = job->args;
     int64_t at = a->labels[a->first + row];
@@ -11475,8 +11541,8 @@ static void ampi_logits_zero(const ampi_cross_entropy_job *job, int64_t row, int
     if (begin < end) memset(ampi_mat_at(d, row, begin), 0, (size_t)(end - begin) * amp_dtype_size(d->dtype));
 }
 
-/* The loss of a row, and its gradient if wanted.  In a row with NaN or +inf, or of -inf alone, some x - max is NaN, and
-   so are loss and gradient, as in PyTorch. */
+/* Returns the loss of a row, and computes its gradient if dlogits is given.  If a row contains a NaN or +inf, or -inf
+   alone, some x - max is NaN.  Loss and gradient are then NaN, as in PyTorch. */
 static double ampi_cross_entropy_row(const ampi_cross_entropy_job *job, int64_t row, float *scratch) {
     const amp_k_cross_entropy *a = job->args;
     ampi_logit_row found = ampi_logits_scan(job, row);
@@ -11634,7 +11700,8 @@ typedef struct ampi_embedding_job {
     const int64_t *order;
 } ampi_embedding_job;
 
-/* order = 0 to n - 1 sorted by id, stably: a counting sort with starts[vocab + 1]. */
+/* Sets `order` to the indices 0 to n - 1, sorted by id.  Equal ids stay in order.  This is a counting sort with
+   starts[vocab + 1]. */
 static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, int64_t *starts, int64_t *order) {
     int64_t i, v;
     memset(starts, 0, (size_t)(vocab + 1) * sizeof *starts);
@@ -11643,7 +11710,7 @@ static void ampi_embedding_sort(const int32_t *ids, int64_t n, int64_t vocab, in
     for (i = 0; i < n; i++) order[starts[ids[i]]++] = i;
 }
 
-/* 1: all zeros, of either sign. */
+/* Whether all elements are 0 or -0. */
 static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -11656,9 +11723,10 @@ static int ampi_row_is_zero(const void *row, amp_dtype dtype, int64_t n) {
     return 1;
 }
 
-/* Columns [begin, end) of the gradient of every table row that occurs: sums its occurrences in order.  Rows of zeros,
-   the gradient of padding, are left out, so that they do not shift the others into other groups of the sum.  Threads
-   divide the columns, because a few ids make up most of a text. */
+/* Computes columns [begin, end) of the gradient of each table row whose id occurs, as the sum over its occurrences in
+   order.  Rows of zeros, which are the gradient of padding, are left out.  Otherwise they would shift the other rows
+   into other groups of the sum.  The threads divide the columns and not the ids, because a few ids make up most of a
+   text. */
 static void ampi_embedding_table_task(void *arg, int64_t begin, int64_t end, int thread) {
     const ampi_embedding_job *job = (const ampi_embedding_job *)arg;
     const amp_k_embedding *a = job->args;
@@ -11733,18 +11801,21 @@ static amp_result ampi_cpu_embedding_backward(void *dev, const amp_k_embedding *
     return AMP_OK;
 }
 
-/* ---- RoPE.  Positions are shared by the threads, each once for the whole batch, so that its angles are found once. */
+/* ---- RoPE.  The threads divide the pairs of position and batch row, in the order of positions.  So the angles of a
+   position are computed once for consecutive batch rows, if these have the same position. */
 
 typedef struct ampi_rope_job {
     ampi_cpu *cpu;
     const ampi_pointwise_vec *vec;
     const amp_k_rope *args;
-    double *quarters;               /* [rotary / 2]: turned from one position to the next, in quarter turns */
-    float *scratch;                 /* per thread: cosines, sines, and heads that are not fp32 */
+    double *quarters;               /* [rotary / 2]: the angle from one position to the next, in quarter turns */
+    float *scratch;                 /* per thread: cosines, sines, and widened heads if they are not fp32 */
     int64_t stride;
 } ampi_rope_job;
 
-/* Halves have an angle per pair; adjacent ones two neighbours in each row, sines with the sign they are added with. */
+/* Fills in the cosines and sines of a position.  If pairs consist of an element of each half, each pair has one cosine
+   and one sine.  If pairs are adjacent, each element has a cosine and a sine, and the sine has the sign with which it
+   is added. */
 static void ampi_rope_row(const ampi_rope_job *job, int64_t position, float *cosine, float *sine) {
     const amp_k_rope *a = job->args;
     float sign = a->backward ? -1.0f : 1.0f, c, s;
@@ -11758,7 +11829,8 @@ static void ampi_rope_row(const ampi_rope_job *job, int64_t position, float *cos
     }
 }
 
-/* All heads of one tensor at one position.  16-bit heads side by side are widened several at a time. */
+/* Rotates all heads of one tensor at one position.  16-bit heads without gaps between them are widened several at a
+   time. */
 static void ampi_rope_heads(const ampi_rope_job *job, int which, int64_t b, int64_t p, float *cosine) {
     const amp_k_rope *a = job->args;
     const int64_t *stride = a->stride[which];
@@ -11816,18 +11888,19 @@ static amp_result ampi_cpu_rope(void *dev, const amp_k_rope *args, void *stream)
 }
 #endif /* AMP_NO_OPERATORS */
 
-/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which threads share.  Sums are
-   per chunk, and the chunks are added in order: the same bits for any number of threads. */
+/* ---- Multi-tensor kernels.  All rows of a table are cut into chunks of a fixed size, which the threads divide among
+   them.  Each chunk has a partial sum, and the partial sums are added in order.  So the bits are the same for any
+   number of threads. */
 
 #define AMPI_MULTI_CHUNK 16384      /* elements */
 #define AMPI_MULTI_BLOCK AMPI_MOMENT_BLOCK  /* elements widened at a time */
 
 typedef struct ampi_multi_job ampi_multi_job;
-/* Elements [first, first + n) of a row; chunk: counted over the table. */
+/* Does elements [first, first + n) of a row.  `chunk` is the number of this chunk in the whole table. */
 typedef void (*ampi_multi_piece)(const ampi_multi_job *job, const amp_k_tensor *row, int64_t first, int64_t n,
                                  int64_t chunk);
 
-typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* bad_row -1: none */
+typedef struct ampi_partial { double sum_sq; int64_t bad_row; } ampi_partial;   /* of a chunk; bad_row -1: none */
 
 struct ampi_multi_job {
     const amp_k_tensor *table;
@@ -11838,11 +11911,11 @@ struct ampi_multi_job {
     const void *args;
     const float *factor;            /* NULL: do not multiply */
     ampi_partial *partials;
-    const ampi_fit *fit;            /* of fp32 and fp64 */
+    const ampi_fit *fit;            /* [2]: of fp32 and fp64 */
     amp_k_inspected *inspected;     /* of each chunk */
     const amp_range *copies;        /* as in amp_k_adamw */
     int64_t *new_inf;
-    const ampi_moment_map *moments;  /* of v, of m; if there are any in 8 bits */
+    const ampi_moment_map *moments;  /* [2]: of v, of m; used for 8-bit moments only */
 };
 
 static int64_t ampi_row_chunks(const amp_k_tensor *row) {
@@ -11895,7 +11968,7 @@ static double ampi_check_f64(void *data, int64_t n, const float *factor, int32_t
     return sum;
 }
 
-/* 16-bit gradients are widened, multiplied in fp32 and rounded once. */
+/* 16-bit gradients are widened, multiplied in fp32, and rounded once. */
 static double ampi_check_16bit(const ampi_multi_job *job, void *data, amp_dtype dtype, int64_t n, int32_t *bad) {
     float scratch[AMPI_MULTI_BLOCK];
     double sum = 0;
@@ -11933,7 +12006,7 @@ static amp_result ampi_cpu_check(void *dev, const amp_k_check *args, void *strea
     memset(&job, 0, sizeof job);
     if (args->multiply != NULL) {
         factor = *args->multiply;
-        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* 1 changes no bit */
+        if (ampi_bits_f32(factor) != 0x3f800000u) job.factor = &factor;     /* a factor of 1 changes no bit */
     }
     job.partials = (ampi_partial *)ampi_cpu_scratch(cpu, bytes);
     if (job.partials == NULL) return ampi_cpu_no_scratch("amp_scaler_check", bytes);
@@ -12036,8 +12109,8 @@ static amp_result ampi_cpu_inspect(void *dev, const amp_k_inspect *args, void *s
     return AMP_OK;
 }
 
-/* ---- Optimizers.  A row's fp32 weight is its master, the weight itself, the weight joined with its remainder, or a
-   16-bit weight widened.  Arrays that are not fp32 are updated in scratch. */
+/* ---- Optimizers.  The fp32 weight that a row's update works on is its master, the weight itself, the weight joined
+   with its remainder, or a widened 16-bit weight.  Arrays that are not fp32 are updated in scratch memory. */
 
 static int ampi_has_remainder(const amp_k_tensor *row) {
     return row->master != NULL && row->master_kind == AMP_MASTER_REMAINDER;
@@ -12054,7 +12127,7 @@ typedef struct ampi_update {
 static int ampi_moments_are_f32(const amp_k_tensor *row) {
     return row->moment_dtype != AMP_BF16 && row->moment_dtype != AMP_MOMENTS_8BIT;
 }
-/* How many elements to update at a time. */
+/* The number of elements that are updated at a time. */
 static int64_t ampi_update_block(const amp_k_tensor *row) {
     return row->weight_dtype == AMP_F32 && row->grad_dtype == AMP_F32 && ampi_moments_are_f32(row)
                ? AMPI_MULTI_CHUNK : AMPI_MULTI_BLOCK;
@@ -12112,7 +12185,7 @@ static void ampi_update_out(const ampi_multi_job *job, const ampi_update *x, con
     if (x->v != NULL) ampi_moment_out(row, row->v, &job->moments[0], first, n, x->v);
 }
 
-/* Writes elements of a row's copy. */
+/* Writes elements of a row's copy, if it has one, and counts those that rounding made infinite. */
 static void ampi_copy_out(const amp_range *copies, int64_t row, int64_t *new_inf, const float *w, int64_t first,
                           int64_t n) {
     int64_t found = 0;
@@ -12135,7 +12208,7 @@ static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row
     }
 }
 
-/* The tables of 8-bit moments, made when a row first needs them. */
+/* Returns the tables of 8-bit moments.  They are made when a row first needs them, and do not change afterwards. */
 static const ampi_moment_map *ampi_moments(ampi_cpu *cpu, const amp_k_tensor *table, int64_t tensors) {
     int64_t i;
     for (i = 0; i < tensors && table[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
@@ -12163,7 +12236,7 @@ static amp_result ampi_update_rows(void *dev, ampi_multi_job job, const amp_k_te
     return AMP_OK;
 }
 
-/* Counts the rows that are updated. */
+/* Counts the update in the step counters of the rows that are updated. */
 static void ampi_count_rows(const amp_k_tensor *table, int64_t tensors, const amp_k_grad_stats *found, double beta1,
                             double beta2) {
     ampi_fp host = ampi_fp_begin();
@@ -12226,7 +12299,8 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
     return AMP_OK;
 }
 
-/* ---- The CPU backend's runtime: host memory; streams and events are always done */
+/* ---- The runtime of the CPU backend.  Its memory is ordinary memory.  Calls return when their work is done.
+   So every event is done once it is recorded, and synchronizing a stream does nothing. */
 
 static int64_t ampi_cpu_time(void) {
     struct timespec t;
@@ -12306,7 +12380,8 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
     return AMP_OK;
 }
 
-/* Utilization: the process's CPU time over the time available to `threads` threads, since the last call or opening. */
+/* Utilization is the CPU time of the process, divided by the time available to `threads` threads.  Both are measured
+   since the last call, or since the backend was opened. */
 static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
     int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
@@ -12325,7 +12400,7 @@ static amp_result ampi_cpu_stream_create(void *dev, void **stream) { *stream = d
 static void ampi_cpu_stream_destroy(void *dev, void *stream) { (void)dev; (void)stream; }
 static amp_result ampi_cpu_stream_sync(void *dev, void *stream) { (void)dev; (void)stream; return AMP_OK; }
 
-/* An event is the time it was recorded at. */
+/* An event contains the time at which it was recorded. */
 static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) {
     (void)timed;
     return ampi_cpu_alloc(dev, event, sizeof(int64_t));
