@@ -101,9 +101,9 @@
 #  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
 #endif
 
-/* Loops that are unrolled, and loops that must not be.
-   Shared memory of fixed size (an array of `count`), and the launch's dynamic shared memory as aligned bytes.  Under
-   g++ both come from the model that runs kernels on the CPU. */
+/* AMPC_UNROLL unrolls the loop after it, and AMPC_NO_UNROLL keeps the compiler from unrolling it.  AMPC_SHARED is an
+   array of `count` elements in shared memory.  AMPC_DYNAMIC is the launch's dynamic shared memory, as aligned bytes.
+   Under g++, the last two come from the model that runs kernels on the CPU. */
 #if defined(__CUDACC__)
 #  define AMPC_UNROLL _Pragma("unroll")
 #  define AMPC_NO_UNROLL _Pragma("unroll 1")
@@ -132,31 +132,32 @@ struct ampc_plan;
 /* cuBLASLt and its plans for products. */
 struct ampc_blas {
     cublasLtHandle_t handle;
-    int owned;                      /* 0: the host's own */
+    int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
-    pthread_mutex_t lock;           /* for everything below and the algorithms in plans */
+    pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
-    int found;                      /* 1: there are tuned plans that plans_load did not load */
+    int found;                      /* 1 if there are tuned plans that plans_load did not load */
 };
 
-/* NVML, the driver's library of sensors, and its handle of this GPU.  Declares what is used, so that building
-   needs no nvml.h; results other than 0 are failures. */
-/* percent of the time since the sample before */
+/* NVML is the driver's library of sensors, and `device` is its handle of this GPU.  The functions that are used are
+   declared here, so that building needs no nvml.h.  Results other than 0 are failures. */
+/* In percent of the time since the previous sample. */
 struct ampc_nvml_utilization { unsigned gpu, memory; };
 struct ampc_nvml_temperature { unsigned version; int sensor, celsius; };
 struct ampc_nvml {
-    int looked_for;                 /* 1: what is still NULL does not exist */
+    int looked_for;                 /* 1 once it was searched for; what is NULL then does not exist */
     void *library, *device;
     int (*shutdown)(void);
     int (*utilization)(void *device, ampc_nvml_utilization *out);
-    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* newer drivers' */
+    int (*temperature)(void *device, ampc_nvml_temperature *out);       /* of newer drivers */
     int (*temperature_before)(void *device, int sensor, unsigned *celsius);
     int (*power)(void *device, unsigned *milliwatts);
 };
 
-/* NCCL.  Declares what is used, so that building needs no nccl.h: enums are ints there, and communicators pointers. */
-enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14: calls that do not wait for other ranks */
+/* NCCL.  Declares only what is used, so that building needs no nccl.h.  Enumerations are declared as int, and
+   communicators as pointers. */
+enum { AMPC_NCCL_LEAST = 21400 };       /* 2.14, the first with calls that do not wait for other ranks */
 enum { AMPC_NCCL_SUCCESS = 0, AMPC_NCCL_IN_PROGRESS = 7, AMPC_NCCL_SUM = 0 };
 enum { AMPC_NCCL_U8 = 1, AMPC_NCCL_F16 = 6, AMPC_NCCL_F32 = 7, AMPC_NCCL_F64 = 8, AMPC_NCCL_BF16 = 9 };
 const unsigned AMPC_NCCL_MAGIC = 0xcafebeefu;
@@ -183,7 +184,7 @@ struct ampc_nccl {
     int (*receive)(void *out, size_t count, int dtype, int peer, void *comm, cudaStream_t stream);
 };
 
-/* One call of the reducer.  count: numbers of a part; bytes are numbers of AMP_U8. */
+/* One call of the reducer.  `count` is how many numbers one part has.  Bytes are passed as numbers of AMP_U8. */
 enum ampc_verb { AMPC_REDUCES, AMPC_SCATTERS, AMPC_GATHERS, AMPC_EXCHANGES, AMPC_BROADCASTS };
 struct ampc_collective {
     ampc_verb verb;
@@ -191,43 +192,43 @@ struct ampc_collective {
     int64_t count;
     amp_dtype dtype; amp_reduce_op op;
     int32_t root;
-    void *all;                      /* of a maximum: every rank's numbers */
+    void *all;                      /* for a maximum: every rank's numbers; NULL for other calls */
 };
 
-/* This context as a rank among others; comm NULL: it is none. */
+/* This context as a rank among others.  If comm is NULL, it is not a rank. */
 enum { AMPC_GROUP = 64, AMPC_WATCHED = 64, AMPC_LOOK_MS = 20 };
 struct ampc_ranks {
     ampc_nccl nccl;
     void *comm;
     int32_t rank, world;
     int64_t limit;                  /* how long a rank waits for the others, in ns */
-    ampc_collective group[AMPC_GROUP];      /* not yet begun */
-    int32_t grouped, in_group;      /* how many; 1: between group_begin and group_end */
-    cudaStream_t stream;            /* of the group */
+    ampc_collective group[AMPC_GROUP];      /* calls that are not yet begun */
+    int32_t grouped, in_group;      /* calls in group; 1 between group_begin and group_end */
+    cudaStream_t stream;            /* the group's stream */
     pthread_t watcher;
-    int watching, stop;             /* stop: atomic */
-    cudaEvent_t events[AMPC_WATCHED];       /* a ring: the end of what is under way */
-    pthread_mutex_t lock;           /* for the rest */
-    int first, watched;             /* of the ring: the oldest place that is taken, and how many are */
-    int8_t noted[AMPC_WATCHED];     /* of each: 0 while its event is not recorded, -1 if it never will be */
-    int64_t since;                  /* when the ring's first one had nothing before it that was not done */
-    int users;                      /* calls of NCCL under way */
-    int broken;                     /* 1: every call fails, because of `why`; atomic */
+    int watching, stop;             /* stop is atomic */
+    cudaEvent_t events[AMPC_WATCHED];       /* a ring of events, each recorded behind work under way */
+    pthread_mutex_t lock;           /* guards everything below */
+    int first, watched;             /* the ring's oldest taken place, and how many are taken */
+    int8_t noted[AMPC_WATCHED];     /* per place: 0 until its event is recorded, then 1; -1 if recording failed */
+    int64_t since;                  /* when the ring's oldest event became the oldest, in ns */
+    int users;                      /* calls of NCCL that are under way */
+    int broken;                     /* 1 if every call fails, with `why` as the text; atomic */
     char why[384];
 };
 
-/* The GPU's and this build's features, filled at open; only they decide which kernels run. */
+/* The features of the GPU and of this build.  They are filled at open, and only they decide which kernels run. */
 struct ampc_features {
-    int cc, image;                  /* compute capability of the GPU, and of the code that runs; 10 major + minor */
+    int cc, image;                  /* compute capability of the GPU and of the code that runs, as 10 major + minor */
     int multiprocessors;
     size_t shared_limit;            /* bytes of shared memory per block */
-    size_t workspace;               /* bytes per product, as cuBLAS itself takes */
-    bool bf16, fp8;                 /* in products; bf16: TF32 too */
-    bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales of blocks; of 32 values */
-    bool tensor_cores;              /* used by kernels of this file, which are empty elsewhere */
+    size_t workspace;               /* bytes per product; cuBLAS itself takes as many */
+    bool bf16, fp8;                 /* usable in products; bf16 stands for TF32 too */
+    bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
+    bool tensor_cores;              /* kernels of this file use them; in code for older GPUs these are empty */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
-/* 1: this toolkit's cuBLASLt has scales of blocks. */
+/* 1 if this toolkit's cuBLASLt has scales per block. */
 #if CUBLAS_VERSION >= 120900
 enum { AMPC_BLAS_MODES = 1 };
 #else
@@ -241,19 +242,19 @@ struct ampc_device {
     int index;
     ampc_features has;
     int (*context_state)(int index, unsigned *flags, int *active);      /* cuDevicePrimaryCtxGetState, or NULL */
-    cudaStream_t stream;            /* the context's own */
+    cudaStream_t stream;            /* the context's stream, which the program gave or amp_open made */
     int owns_stream;
     ampc_blas blas;
-    amp_device_memory memory;       /* the host's own allocator, or zeros */
-    cudaError_t sticky;             /* not 0: this process can no longer use the GPU; atomic */
-    pthread_mutex_t lock;           /* for everything below */
+    amp_device_memory memory;       /* the program's allocator, or zeros */
+    cudaError_t sticky;             /* if not 0, this process can no longer use the GPU; atomic */
+    pthread_mutex_t lock;           /* guards everything below but ranks */
     ampc_nvml nvml;
-    ampc_ranks ranks;               /* has a lock of its own */
+    ampc_ranks ranks;               /* has a separate lock */
     ampc_block *busy[AMPC_BUCKETS]; /* blocks handed out, by address */
     ampc_block *idle[AMPC_CLASSES]; /* blocks to reuse, by size class */
     ampc_graph *graphs;             /* being captured, or made and not destroyed */
-    ampc_capture *captures;         /* the host's own that use scratch memory */
-    /* bytes: handed out (rounded up), taken from CUDA, most handed out */
+    ampc_capture *captures;         /* captures that the program began and that use scratch memory */
+    /* In bytes: handed out (rounded up), taken from CUDA, the most handed out so far, pinned. */
     int64_t allocated, reserved, peak, pinned;
 };
 
@@ -264,11 +265,11 @@ enum {
     AMPC_LOG_PLANS = 5004,
     AMPC_LOG_CAPTURE = 5005,
     AMPC_LOG_IMAGE = 5006
-}; /* ids */
+}; /* ids of log messages */
 
 /* ==== 1 >>base: errors ==== */
 
-/* Errors after which the process can no longer use the GPU. */
+/* True for errors after which the process can no longer use the GPU. */
 bool ampc_is_sticky(cudaError_t error) {
     switch (error) {
         case cudaErrorIllegalAddress: case cudaErrorLaunchTimeout: case cudaErrorHardwareStackError:
@@ -283,7 +284,7 @@ amp_result ampc_result_of(cudaError_t error) {
     return error == cudaErrorMemoryAllocation ? AMP_ERR_MEMORY : AMP_ERR_DEVICE;
 }
 
-/* The hint for an error when the call has none of its own. */
+/* The hint for an error when the call gives none. */
 const char *ampc_advice(cudaError_t error) {
     switch (error) {
         case cudaErrorMemoryAllocation: return "free memory on the GPU or use a smaller batch";
@@ -299,18 +300,18 @@ const char *ampc_advice(cudaError_t error) {
 
 /* The error that ended the use of the GPU, or cudaSuccess. */
 cudaError_t ampc_loss(const ampc_device *dev) { return __atomic_load_n(&dev->sticky, __ATOMIC_RELAXED); }
-/* Notes it; true for one thread. */
+/* Notes the error if it is the first.  Returns true to the one thread that noted it. */
 bool ampc_first_loss(ampc_device *dev, cudaError_t error) {
     cudaError_t none = cudaSuccess;
     return __atomic_compare_exchange_n(&dev->sticky, &none, error, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
 }
 
-/* AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint (NULL: the general one).  A sticky
-   error is reported by name once; afterwards every call fails in ampc_usable. */
+/* Returns AMP_OK, or a failure whose text has the CUDA error's name, the call and a hint.  If `hint` is NULL, the hint
+   is that of ampc_advice.  A sticky error is logged once.  Afterwards every call fails in ampc_usable. */
 amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, const char *hint) {
     char text[512];
     if (error == cudaSuccess) return AMP_OK;
-    (void)cudaGetLastError();       /* hide it from the host's own checks */
+    (void)cudaGetLastError();       /* clear it, so that the program's checks do not see it */
     if (hint == NULL) hint = ampc_advice(error);
     snprintf(text, sizeof text, "amp_cuda: %s on device %d: %s (%s); %s", call, dev->index, cudaGetErrorName(error),
              cudaGetErrorString(error), hint);
@@ -320,7 +321,7 @@ amp_result ampc_check(ampc_device *dev, cudaError_t error, const char *call, con
     return dev->host.fail(dev->host.user, ampc_result_of(error), text);
 }
 
-/* AMP_OK unless an earlier call met a sticky error, or a reduction over the ranks failed. */
+/* Returns AMP_OK unless an earlier call met a sticky error, or a reduction over the ranks failed. */
 amp_result ampc_usable(ampc_device *dev, const char *call) {
     char text[256];
     if (__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE))
@@ -343,7 +344,7 @@ amp_result ampc_refuse(ampc_device *dev, amp_result result, const char *kernel, 
 
 /* ---- Functions found at run time, and the current device */
 
-/* Finds a function by name; false if the library lacks it. */
+/* Finds a function by name.  Returns false if the library lacks it. */
 template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
     *out = (F)dlsym(library, name);
     return *out != NULL;
@@ -361,15 +362,15 @@ void ampc_find_context_state(ampc_device *dev) {
     (void)cudaGetLastError();
     dev->context_state = (int (*)(int, unsigned *, int *))function;
 }
-/* Whether the process uses a GPU: where it does not, cudaSetDevice makes a context, from CUDA 12 on. */
+/* Whether the process has a CUDA context on a GPU.  If it has none, cudaSetDevice makes one, from CUDA 12 on. */
 bool ampc_has_context(const ampc_device *dev, int index) {
     unsigned flags = 0;
     int active = 0;
     return dev->context_state == NULL || dev->context_state(index, &flags, &active) != 0 || active != 0;
 }
 
-/* Makes a context's GPU current for a scope, then restores the previous one.  ready: AMP_OK, or why the call must
-   fail. */
+/* Makes a context's GPU current for a scope, then restores the previous one.  ready returns AMP_OK, or the failure that
+   the call must return. */
 struct ampc_current {
     ampc_device *dev;
     int before;
@@ -395,14 +396,14 @@ struct ampc_current {
 
 /* ==== 1 >>base: launches ==== */
 
-/* NULL: the context's own. */
+/* The stream of a call.  NULL means the context's stream. */
 cudaStream_t ampc_stream(const ampc_device *dev, void *stream) { return stream ? (cudaStream_t)stream : dev->stream; }
 
 template <class T> struct ampc_identity { typedef T type; };
 
-/* Allows kernels all the dynamic shared memory that their static memory leaves; by default the two share 48 KiB.  The
-   setting is the function's, and other contexts may be about to launch it, so it is the same for all.  ampc_allow_large
-   calls this at open for every kernel that may need so much. */
+/* Allows kernels all the dynamic shared memory that their static memory leaves.  By default the two together have 48
+   KiB.  The setting belongs to the function, and other contexts may be about to launch it.  It is therefore the same
+   for all contexts.  ampc_allow_large calls this at open for every kernel that may need so much. */
 template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernels) {
     for (const void *kernel : {(const void *)kernels...}) {
         cudaFuncAttributes own;
@@ -414,8 +415,8 @@ template <class... K> amp_result ampc_allow_shared(ampc_device *dev, K... kernel
     return AMP_OK;
 }
 
-/* Starts a kernel; name: the call it serves.  Arguments are converted to the kernel's parameter types, so that an int
-   is not read as an int64_t.  An empty grid starts nothing. */
+/* Starts a kernel.  `name` is the call that it serves.  Arguments are converted to the kernel's parameter types, so
+   that an int is not read as an int64_t.  An empty grid starts nothing. */
 template <class... P>
 amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...), unsigned grid, unsigned block,
                        size_t shared, void *stream, typename ampc_identity<P>::type... args) {
@@ -430,26 +431,27 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     return ampc_check(dev, error, call, NULL);
 }
 
-/* Multiprocessors do not reach memory equally fast, and in a grid whose blocks all run at once the slowest decides.  So
-   where a block prepares nothing that its loop then saves, there are more blocks with less work: one for each part of
-   it, or this many times those that run at once. */
+/* Multiprocessors do not reach memory equally fast.  If all blocks of a grid run at once, the slowest one decides how
+   long the grid takes.  A grid therefore has more blocks with less work each, unless a block first prepares something
+   that its loop then reuses.  It has one block for each part of the work, or AMPC_WAVES times as many blocks as run at
+   once. */
 enum { AMPC_WAVES = 16 };
 
 unsigned ampc_full_grid(int64_t blocks) {
     return (unsigned)(blocks < 0 ? 0 : blocks < INT32_MAX ? blocks : INT32_MAX);
 }
 
-/* Blocks of a persistent grid: enough for the work, at most per_sm per multiprocessor. */
+/* The number of blocks of a persistent grid.  They are enough for the work, and at most per_sm per multiprocessor. */
 unsigned ampc_grid(const ampc_device *dev, int64_t blocks, int per_sm) {
     int64_t most = (int64_t)dev->has.multiprocessors * per_sm;
     return (unsigned)(blocks < 0 ? 0 : blocks < most ? blocks : most);
 }
 
-/* Blocks of `size` that n needs. */
+/* How many blocks of `size` elements n elements need. */
 __host__ __device__ inline int64_t ampc_blocks(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-/* A kernel's divisor: i / d = 2 i factor / 2^(64 + shift) for 0 <= i < 2^63 (Granlund and Montgomery 1994), as a 64-bit
-   division takes a hundred instructions. */
+/* A divisor for kernels.  For 0 <= i < 2^63, i / d = 2 i factor / 2^(64 + shift) (Granlund and Montgomery 1994).  A
+   64-bit division would take a hundred instructions. */
 struct ampc_divisor {
     int64_t d;
     uint64_t factor;
@@ -468,8 +470,8 @@ __device__ __forceinline__ int64_t ampc_divide(int64_t i, const ampc_divisor &by
     return q;
 }
 
-/* Device memory for the kernels of one call, in its stream's order; freed when the scope ends.
-   get: AMP_OK and .data (256-byte aligned), or AMP_ERR_MEMORY. */
+/* Device memory for the kernels of one call, in its stream's order.  It is freed when the scope ends.  get returns
+   AMP_OK and sets .data, which is 256-byte aligned, or it fails, with AMP_ERR_MEMORY if there is no memory. */
 struct ampc_scratch {
     ampc_device *dev;
     cudaStream_t stream;
@@ -477,7 +479,7 @@ struct ampc_scratch {
     ampc_scratch(ampc_device *d, void *s) : dev(d), stream(ampc_stream(d, s)), data(NULL) {}
     ~ampc_scratch();
     amp_result get(size_t bytes, const char *kernel);
-    void *keep() {                  /* the caller frees it: ampc_free */
+    void *keep() {                  /* the caller frees it with ampc_free */
         void *kept = data;
         data = NULL;
         return kept;
@@ -509,8 +511,8 @@ __host__ __device__ inline const void *ampc_at(const void *data, amp_dtype dtype
     return (const char *)data + i * ampc_dtype_size(dtype);
 }
 
-/* To fp16 and bf16: hardware makes all NaNs the same, amp.h keeps sign and upper payload bits.  From fp16: NaN stays
-   NaN, with any payload. */
+/* Conversions to fp16 and bf16 keep a NaN's sign and upper payload bits, as amp.h does.  The hardware alone would make
+   all NaNs the same.  In conversions from fp16, NaN stays NaN, but its payload may change. */
 __device__ __forceinline__ uint16_t ampc_f16_bits(float x) {
 #if defined(__CUDA_ARCH__)
     uint32_t bits = __float_as_uint(x);
@@ -542,7 +544,7 @@ __device__ __forceinline__ uint16_t ampc_bf16_bits(float x) {
 #endif
 }
 
-/* Products, sums, quotients and roots that no compiler fuses or replaces: one rounding each. */
+/* Products, sums, quotients and roots with one rounding each.  No compiler fuses or replaces them. */
 __device__ __forceinline__ float ampc_mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
     return __fmul_rn(a, b);
@@ -588,8 +590,8 @@ __device__ __forceinline__ float ampc_fma(float a, float b, float c) {
 
 __device__ __forceinline__ bool ampc_finite(float x) { return (ampi_bits_f32(x) & 0x7f800000u) != 0x7f800000u; }
 
-/* x, hidden from the compiler, so that it does not keep values computed from it, such as each piece's address, in
-   registers. */
+/* Returns x in a way that the compiler cannot see through.  The compiler then does not keep values computed from x,
+   such as each piece's address, in registers. */
 template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
 #if defined(__CUDA_ARCH__)
     asm volatile("" : "+r"(x));
@@ -597,14 +599,15 @@ template <class T> __device__ __forceinline__ T ampc_afresh(T x) {
     return x;
 }
 
-/* AMP_OK for a dtype of storage. */
+/* Returns AMP_OK if the dtype is one of storage, and refuses other dtypes. */
 amp_result ampc_check_storage(ampc_device *dev, const char *kernel, amp_dtype dtype) {
     if (dtype == AMP_F32 || dtype == AMP_F16 || dtype == AMP_BF16) return AMP_OK;
     return ampc_refuse(dev, AMP_ERR_DTYPE, kernel, "storage must be fp32, fp16 or bf16");
 }
 
-/* Calls run(dtype) with a constant, so that the dtype is tested once: with short branches, both ways would be executed.
-   Fp32 stands for whatever else it is.  V: of the pieces; 8 of fp32 are none. */
+/* Calls run(dtype) with a constant, so that the dtype is tested once.  If short branches tested it at each use, both
+   ways would be executed.  V is the width of the pieces.  A dtype other than fp16 and bf16 is taken as fp32.  Pieces of
+   8 are never in fp32, so with a V of 8 a dtype other than fp16 is taken as bf16. */
 template <amp_dtype D> struct ampc_constant {
     __device__ constexpr operator amp_dtype() const { return D; }
 };
@@ -707,7 +710,7 @@ template <int V> __device__ __forceinline__ uint4 ampc_narrow(const float *x, am
     return raw;
 }
 
-/* The address of element `at` of a stored row.  I: int within a chunk, so that a thread keeps 32-bit offsets. */
+/* The address of element `at` of a stored row.  I is int within a chunk, so that a thread keeps 32-bit offsets. */
 template <class I> __device__ __forceinline__ const void *ampc_within(const void *row, amp_dtype dtype, I at) {
     return (const char *)row + at * (dtype == AMP_F32 ? 4 : 2);
 }
@@ -761,12 +764,12 @@ __device__ __forceinline__ void ampc_put_stored(void *p, amp_dtype dtype, int64_
     ampc_store<1>(ampc_within(p, dtype, i), dtype, &x);
 }
 
-/* 1: the pointer (and, for rows, their distance in bytes) allows accesses of 16 bytes. */
+/* True if the pointer allows accesses of 16 bytes.  For rows, their distance in bytes must allow them too. */
 __host__ __device__ inline bool ampc_aligned(const void *p, int64_t row_bytes = 0) {
     return (((uintptr_t)p | (uintptr_t)row_bytes) & 15) == 0;
 }
 
-/* Numbers beyond n are 0 (loads) or left alone (stores). */
+/* Loads give 0 for numbers beyond n, and stores leave those numbers in memory as they are. */
 template <int V, ampc_reuse R = AMPC_KEEP>
 __device__ __forceinline__ void ampc_load_upto(const void *p, amp_dtype dtype, float *x, int64_t n) {
     if (n >= V && ampc_aligned(p)) return ampc_load<V, R>(p, dtype, x);
@@ -781,7 +784,8 @@ __device__ __forceinline__ void ampc_store_upto(void *p, amp_dtype dtype, const 
         if (i < n) ampc_put_stored(p, dtype, i, x[i]);
 }
 
-/* Up to 16 bytes, or several times 16. */
+/* The N elements of one thread, which take up to 16 bytes or a multiple of 16.  An access takes `each` bytes.  whole is
+   true if all N elements exist and are aligned for such accesses. */
 template <class T, int N> struct ampc_own {
     enum { bytes = N * (int)sizeof(T), each = bytes < 16 ? bytes : 16 };
     static __device__ bool whole(const T *p, int64_t n) { return n >= N && (uintptr_t)p % each == 0; }
@@ -838,7 +842,7 @@ template <class T> __device__ __forceinline__ T ampc_warp_sum(T x) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     return x;
 }
-/* The larger number; NaN wins. */
+/* The larger number, or NaN if one of them is NaN. */
 template <class T> __device__ __forceinline__ T ampc_larger(T a, T b) { return a >= b || a != a ? a : b; }
 template <class T> __device__ __forceinline__ T ampc_warp_max(T x) {
     AMPC_UNROLL
@@ -873,23 +877,23 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
 
 struct ampc_block {
     void *data;
-    size_t bytes;                   /* its class */
-    const void *owner;              /* a stream, a graph, a host's capture; NULL: unused */
+    size_t bytes;                   /* the size of its class */
+    const void *owner;              /* a stream, an ampc_graph or an ampc_capture; NULL: unused */
     ampc_block *next;
 };
 
 /* A graph, from the beginning of its capture on. */
 struct ampc_graph {
-    cudaStream_t stream;            /* captured; later the last one it was launched on */
+    cudaStream_t stream;            /* the captured one; later the last one that it was launched on */
     int capturing;
-    int reduces;                    /* 1: it exchanges data with other ranks */
+    int reduces;                    /* 1 if it exchanges data with other ranks */
     cudaGraphExec_t exec;
     ampc_graph *next;
 };
 
-/* What one stream does in a capture of the host's own.  Streams that were forked from it are branches of one graph,
-   which run at the same time: each has memory of its own.  The arena holds this record, and so does a CUDA user object
-   while the graph or an instance of it lives, possibly longer than the context. */
+/* One stream's part in a capture that the program itself began.  Streams that were forked from it are branches of one
+   graph.  Branches run at the same time, so each has separate memory.  The arena holds this record.  A CUDA user object
+   holds it too while the graph or an instance of it lives, possibly longer than the context. */
 struct ampc_capture {
     unsigned long long id;
     cudaStream_t stream;
@@ -897,7 +901,8 @@ struct ampc_capture {
     ampc_capture *next;
 };
 
-/* While it is locked, nothing is called that may wait or call back: no function of the host, CUDA or cuBLASLt. */
+/* Locks a mutex for a scope.  While it is locked, no function is called that may wait or call back.  That excludes the
+   functions of CUDA, of cuBLASLt and of amp_host, and the program's allocator. */
 struct ampc_locked {
     pthread_mutex_t *lock;
     explicit ampc_locked(pthread_mutex_t *l) : lock(l) { pthread_mutex_lock(lock); }
@@ -907,7 +912,7 @@ struct ampc_locked {
     ampc_locked &operator=(const ampc_locked &) = delete;
 };
 
-/* Lets a thread allocate while it captures a stream: the allocation is not part of the graph. */
+/* Lets a thread allocate while it captures a stream.  The allocation does not become part of the graph. */
 struct ampc_relaxed {
     cudaStreamCaptureMode mode;
     ampc_relaxed() : mode(cudaStreamCaptureModeRelaxed) { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
@@ -922,7 +927,8 @@ int ampc_log2(size_t x) {
     return n;
 }
 
-/* Rounded up to the size of its class: steps of an eighth of the octave, 512 bytes at least. */
+/* Rounds a size up to the size of its class.  The classes are an eighth of their octave apart, and 512 bytes at
+   least. */
 size_t ampc_class_bytes(size_t bytes) {
     size_t step;
     if (bytes < 512) bytes = 512;
@@ -952,7 +958,8 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Releases the memory of captures whose graphs are gone; all: forgets the others too. */
+/* Releases the memory of captures whose graphs no longer exist.  If `all` is true, it does the same for the other
+   captures. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
         if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
@@ -962,8 +969,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
     }
 }
 
-/* A stream's part of a host's capture, held by the arena and by its graph.  If CUDA makes no user object, it is held
-   until the context is closed. */
+/* Makes the record of a stream's part in a capture that the program began.  The arena and the graph hold it.  If CUDA
+   makes no user object, it is held until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -988,7 +995,8 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
-/* The owner of the memory that a stream uses in a capture, or NULL; made: a new host's capture to add. */
+/* The owner of the memory that a stream uses in a capture, or NULL if there is none yet.  If `made` is not NULL, it is
+   a new record, which is added to the list then and returned. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
     ampc_locked locked(dev);
     ampc_capture *capture = dev->captures;
@@ -1000,8 +1008,8 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* The owner of scratch memory used on a stream: the stream, or its branch of the graph that it is being captured into.
-   NULL: no host memory. */
+/* The owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the graph that it
+   is being captured into.  NULL means that there was no memory for the record. */
 const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
@@ -1015,12 +1023,12 @@ const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
     if (owner != NULL) return owner;
     ampc_capture *made = ampc_capture_new(id, stream, captured);
     owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
-    /* another thread capturing from the same stream was faster */
+    /* another thread that captures from the same stream was faster */
     if (owner != made) ampc_capture_release(made);
     return owner;
 }
 
-/* The stream whose work uses an owner's memory; held: a graph may use it at any time. */
+/* The stream whose work uses an owner's memory.  *held is set to whether a graph may use the memory at any time. */
 cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     *held = true;
     for (ampc_graph *graph = dev->graphs; graph != NULL; graph = graph->next)
@@ -1031,7 +1039,8 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
     return owner == NULL ? dev->stream : (cudaStream_t)const_cast<void *>(owner);
 }
 
-/* Memory from CUDA or from the host's own allocator, whose blocks are refused when less aligned than CUDA's. */
+/* Gets memory from CUDA or from the program's allocator.  ampc_block_new refuses blocks of the latter that are aligned
+   less than CUDA's. */
 enum { AMPC_ALIGN = 256 };
 cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
     if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
@@ -1044,7 +1053,8 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
     else dev->memory.free(dev->memory.user, data, bytes, dev->index, stream);
 }
 
-/* Takes idle blocks out of the arena, all or those that no graph holds, with the streams that they go to. */
+/* Takes idle blocks out of the arena.  Without `all`, it leaves those that a graph holds.  A block's owner is then the
+   stream in whose order it is given back. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
     ampc_locked locked(dev);
@@ -1065,7 +1075,7 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
     return unused;
 }
 
-/* Gives these blocks back to CUDA, or to the host's own allocator. */
+/* Gives these blocks back to CUDA, or to the program's allocator. */
 void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
     for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
@@ -1090,7 +1100,7 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
                       error == cudaErrorMemoryAllocation ? hint : NULL);
 }
 
-/* A new block; stream: of its first use. */
+/* Makes a block.  `stream` is the stream of its first use. */
 amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
@@ -1117,7 +1127,8 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
     return AMP_OK;
 }
 
-/* An idle block of this class that `owner` may use at once, or NULL; stream: the owner's. */
+/* Takes out an idle block of this class that `owner` may use at once, or returns NULL.  *stream is set to the owner's
+   stream. */
 ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStream_t *stream) {
     bool held;
     ampc_locked locked(dev);
@@ -1130,7 +1141,7 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
     return block;
 }
 
-/* Memory for `owner`.  Called with the device current. */
+/* Takes memory for `owner`.  The device must be current. */
 amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
@@ -1189,20 +1200,21 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* ---- Opening and closing */
 
-/* Tells the architecture that the driver's image was compiled for.  Without -arch, nvcc builds for its oldest one,
-   which the driver translates for newer GPUs: __CUDA_ARCH__, and all code under #if, is the old one's. */
+/* The attributes of this empty kernel name the architecture that the running code was compiled for.  Without -arch,
+   nvcc builds for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all
+   code under #if, are then those of the old architecture. */
 __global__ void ampc_marker_kernel() {}
 
 amp_result ampc_image(ampc_device *dev, int *image) {
     cudaFuncAttributes attributes;
     AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
                         "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
-    /* 10 __CUDA_ARCH__ / 100, also of machine code (cub::PtxVersion relies on it) */
+    /* ptxVersion is 10 __CUDA_ARCH__ / 100, also for machine code; cub::PtxVersion relies on it */
     *image = attributes.ptxVersion;
     return AMP_OK;
 }
 
-/* Fills the features, and refuses GPUs below the least. */
+/* Fills the features, and refuses GPUs below AMPC_LEAST. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     ampc_features *has = &dev->has;
     char text[320];
@@ -1220,7 +1232,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
-    /* cuBLAS manual, Narrow Precision Data Types Usage; since CUDA 12.9 and 12.8 */
+    /* see "Narrow Precision Data Types Usage" in cuBLAS's manual; since CUDA 12.9 and 12.8 */
     has->fp8_blocks = has->cc == 90 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120900;
     has->fp8_mx = has->cc >= 100 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120800;
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
@@ -1282,13 +1294,14 @@ void ampc_drop_memory(ampc_device *dev) {
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
-    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL) {
+    if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL ||
+        dev->ranks.nccl.opened != NULL) {
         ampc_current current(dev);
         for (ampc_graph *open; (open = ampc_captured(dev, NULL)) != NULL;) ampc_graph_destroy(dev, open);
         if (dev->owns_stream) (void)cudaStreamSynchronize(dev->stream);
         ampc_blas_close(dev);
         ampc_drop_memory(dev);
-        ampc_ranks_close(dev);      /* behind the graphs, which use it */
+        ampc_ranks_close(dev);      /* after the graphs, which use the communicator */
         if (dev->owns_stream) (void)cudaStreamDestroy(dev->stream);
         (void)cudaGetLastError();
     }
@@ -1424,7 +1437,7 @@ amp_result ampc_memory(void *device, amp_memory_info *out) {
 
 /* ---- Streams */
 
-/* This context's capture running on a stream (NULL: on any), or NULL. */
+/* This context's capture that runs on a stream, or NULL.  If `stream` is NULL, the capture may run on any stream. */
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     ampc_locked locked(dev);
     ampc_graph *graph = dev->graphs;
@@ -1432,7 +1445,7 @@ ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream) {
     return graph;
 }
 
-/* Ends an abandoned capture while its stream still exists.  Left open, the thread that began it could no longer
+/* Ends an abandoned capture while its stream still exists.  If it stayed open, the thread that began it could no longer
    allocate or wait (error 900), and CUDA lets no other thread end it. */
 void ampc_capture_drop(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -1458,7 +1471,7 @@ amp_result ampc_stream_create(void *device, void **stream) {
     return AMP_OK;
 }
 
-/* Waits for the stream, since another may get its scratch memory; drops a running capture. */
+/* Waits for the stream, because another stream may get its scratch memory.  Drops a running capture. */
 void ampc_stream_destroy(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     if (stream == NULL) return;
@@ -1478,7 +1491,7 @@ amp_result ampc_stream_sync(void *device, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     AMPC_ENTER(dev, "stream_sync");
     AMPC_TRY(ampc_check(dev, cudaStreamSynchronize(ampc_stream(dev, stream)), "cudaStreamSynchronize", NULL));
-    return ampc_usable(dev, "stream_sync");     /* what it waited for may be a reduction that failed */
+    return ampc_usable(dev, "stream_sync");     /* it may have waited for a reduction that failed */
 }
 
 /* ---- Events */
@@ -1529,7 +1542,7 @@ amp_result ampc_event_done(void *device, void *event, int32_t *done) {
     return ampc_usable(dev, "event_done");
 }
 
-/* An event that is done costs no wait. */
+/* Returns at once if the event is done. */
 amp_result ampc_event_sync(void *device, void *event) {
     ampc_device *dev = (ampc_device *)device;
     int32_t done;
@@ -1576,7 +1589,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes the graph out of the list; its scratch memory goes to its last stream. */
+/* Takes the graph out of the list.  The stream of its last launch becomes the owner of its scratch memory. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
@@ -1637,14 +1650,14 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
 /* ==== 7 >>masks ====
    Which keys a query sees. */
 
-/* The keys visible by kind and length: j < first or low <= j < high. */
+/* The keys that a mask's kind and lengths let a query see.  They are those with j < first or low <= j < high. */
 struct ampc_span { int64_t first, low, high; };
 
 __device__ __forceinline__ int64_t ampc_clamp(int64_t x, int64_t low, int64_t high) {
     return x < low ? low : x > high ? high : x;
 }
 
-/* position: the query's among the keys. */
+/* `position` is the query's position among the keys. */
 __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int64_t position, int64_t keys) {
     int64_t length = mask.lengths ? ampc_clamp(mask.lengths[b], 0, keys) : keys, end = position + 1;
     int64_t window = mask.window < INT64_MAX / 4 ? mask.window : INT64_MAX / 4;
@@ -1658,7 +1671,7 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
         s.first = mask.kind == AMP_MASK_WINDOW ? 0 : mask.global < end ? mask.global : end;
         if (mask.kind == AMP_MASK_WINDOW_GLOBAL && position >= 0 && position < mask.global) s.first = end;
     }
-    if (mask.documents && position < 0) s.first = s.high = 0;       /* a query of no document */
+    if (mask.documents && position < 0) s.first = s.high = 0;       /* the query belongs to no document */
     s.first = ampc_clamp(s.first, 0, length);
     s.low = ampc_clamp(s.low, 0, length);
     s.high = ampc_clamp(s.high, 0, length);
@@ -1668,9 +1681,9 @@ __device__ inline ampc_span ampc_mask_span(const amp_mask &mask, int64_t b, int6
 struct ampc_sight {
     ampc_span span;
     int64_t end;                    /* keys from here on are hidden */
-    const int32_t *documents;       /* of the keys; NULL: one document */
+    const int32_t *documents;       /* per key; NULL: one document */
     int32_t document;               /* of the query */
-    const uint8_t *allowed;         /* of the query; NULL: all */
+    const uint8_t *allowed;         /* per key, for this query; NULL: all */
 };
 
 __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int64_t h, int64_t query, int64_t queries,
@@ -1686,7 +1699,8 @@ __device__ inline ampc_sight ampc_sight_of(const amp_mask &mask, int64_t b, int6
     return s;
 }
 
-/* Whether key `at` is in a span, all counted from the same key; whether documents and tensor allow a key. */
+/* ampc_in_span is whether key `at` is in a span, with all numbers counted from the same key.  ampc_lets_see is whether
+   the documents and the mask's tensor allow a key. */
 __device__ __forceinline__ bool ampc_in_span(int at, int first, int low, int high) {
     return at < first || (at >= low && at < high);
 }
@@ -1707,8 +1721,9 @@ struct ampc_e5m2 { uint8_t bits; };
 __host__ __device__ constexpr bool ampc_is_e4m3(const void *) { return false; }
 __host__ __device__ constexpr bool ampc_is_e4m3(const ampc_e4m3 *) { return true; }
 
-/* The 8-bit pattern of a finite or infinite fp32 magnitude, to nearest even; LARGEST + 1 beyond the largest finite
-   one.  Subnormal results are rounded by adding a number whose last place is the smallest subnormal. */
+/* The 8-bit pattern of a finite or infinite fp32 magnitude, rounded to nearest even.  Beyond the largest finite pattern
+   it is LARGEST + 1, or LARGEST if `saturate` is set.  Subnormal results are rounded by adding a number whose last
+   place is the smallest subnormal. */
 template <int M, int BIAS, uint32_t LARGEST>
 __device__ __forceinline__ uint32_t ampc_narrow8(uint32_t magnitude, int saturate) {
     const uint32_t normal = (uint32_t)(128 - BIAS) << 23, magic = (uint32_t)(127 - BIAS + 23 - M + 1) << 23;
@@ -1728,7 +1743,7 @@ __device__ __forceinline__ uint8_t ampc_to_8bit(uint32_t bits, int saturate) {
     return (uint8_t)((bits >> 24 & 0x80u) | r);
 }
 
-/* The fp32 pattern of a stored number, with NaN's payload. */
+/* The fp32 pattern of a stored number, with a NaN's payload. */
 __device__ __forceinline__ uint32_t ampc_pattern(float x) { return ampi_bits_f32(x); }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_f16 x) {
     uint32_t bits = ampi_bits_f32(ampc_f16_value(x.bits));
@@ -1738,7 +1753,7 @@ __device__ __forceinline__ uint32_t ampc_pattern(ampc_bf16 x) { return (uint32_t
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e4m3 x) { return ampi_bits_of_e4m3(x.bits); }
 __device__ __forceinline__ uint32_t ampc_pattern(ampc_e5m2 x) { return ampi_bits_of_f16((uint16_t)(x.bits << 8)); }
 
-/* From an fp32 pattern, to nearest. */
+/* Conversions from an fp32 pattern, rounded to nearest. */
 __device__ __forceinline__ uint32_t ampc_clamped(uint32_t bits, uint32_t largest) {
     uint32_t magnitude = bits & 0x7fffffffu;
     return magnitude > largest && magnitude <= 0x7f800000u ? (bits & 0x80000000u) | largest : bits;
@@ -1764,7 +1779,8 @@ __device__ __forceinline__ void ampc_narrow(ampc_e4m3 *to, uint32_t bits, int sa
 __device__ __forceinline__ void ampc_narrow(ampc_e5m2 *to, uint32_t bits, int saturate) {
     to->bits = ampc_to_8bit<2, 15, 0x7b>(bits, saturate);
 }
-/* From an fp32 or fp64 pattern, directly and with any rounding that the format has. */
+/* Conversions from an fp32 or fp64 pattern, in one step, with any rounding that the format has.  `wide` is 1 for
+   fp64. */
 struct ampc_rounding { int wide, saturate, mode; uint32_t random; };
 
 __device__ __forceinline__ void ampc_round(float *to, uint64_t x, const ampc_rounding &r) {
@@ -1804,8 +1820,9 @@ template <class D, class S> __device__ __forceinline__ D ampc_convert_stochastic
     return y;
 }
 
-/* To 8 bits by an instruction, saturated and to nearest: from 8.9 on.  It drops a NaN's sign, amp.h keeps it, and in
-   E5M2 a NaN's payload too. */
+/* From compute capability 8.9 on, an instruction converts to 8 bits, saturated and rounded to nearest.  It drops a
+   NaN's sign, which amp.h keeps, so the sign is set again here.  In E5M2 it also drops a NaN's payload, which amp.h
+   keeps. */
 __device__ __forceinline__ bool ampc_fp8_units() {
 #if defined(__CUDA_ARCH__)
     return __CUDA_ARCH__ >= 890;
@@ -1829,7 +1846,7 @@ __device__ __forceinline__ uint32_t ampc_fp8_pair(uint32_t low, uint32_t high, b
     return pair | (low >> 24 & 0x80u) | (high >> 16 & 0x8000u);
 }
 
-/* 1: the piece was converted that way. */
+/* Converts a piece by that instruction where it can, and returns whether it did. */
 template <class D, class S, int N>
 __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], int saturate) {
     if constexpr (ampc_is_e4m3((D *)NULL) && sizeof(S) < 8) {
@@ -1845,7 +1862,7 @@ __device__ __forceinline__ bool ampc_convert_pairs(const S (&x)[N], D (&y)[N], i
     return false;
 }
 
-/* 1: infinite or NaN. */
+/* 1 if the number is infinite or NaN. */
 __device__ __forceinline__ int ampc_beyond(float x) { return !ampc_finite(x); }
 __device__ __forceinline__ int ampc_beyond(double x) { return !amp_is_finite_f64(&x); }
 __device__ __forceinline__ int ampc_beyond(ampc_f16 x) { return !amp_is_finite_f16(x.bits); }
@@ -1854,15 +1871,15 @@ __device__ __forceinline__ int ampc_beyond(ampc_tf32 x) { return (x.bits & 0x7f8
 __device__ __forceinline__ int ampc_beyond(ampc_e4m3 x) { return (x.bits & 0x7f) == 0x7f; }
 __device__ __forceinline__ int ampc_beyond(ampc_e5m2 x) { return (x.bits & 0x7c) == 0x7c; }
 
-/* new_inf is a 64-bit count; integer atomics give the same result in any order. */
+/* Adds a block's counts to a 64-bit total, such as new_inf.  Integer atomics give the same result in any order. */
 __device__ __forceinline__ void ampc_count(unsigned long long *total, int mine, int *scratch) {
     int sum = ampc_block_sum(mine, scratch);
     if (threadIdx.x == 0 && sum != 0) atomicAdd(total, (unsigned long long)sum);
 }
 
-/* Blocks of 256 threads per multiprocessor, which holds 2048 threads; 1536 from 8.6 on except on 9.0 and 10.x; 1024 on
-   7.5 (CUDA Programming Guide, technical specifications per compute capability).  Code for 10.0 and later takes more
-   registers, and so has fewer blocks. */
+/* The number of blocks of 256 threads that a multiprocessor holds.  A multiprocessor holds 2048 threads, but 1536 from
+   8.6 on except on 9.0 and 10.x, and 1024 on 7.5 (CUDA Programming Guide, technical specifications per compute
+   capability).  Code for 10.0 and later takes more registers, and so has fewer blocks. */
 #if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 750 || __CUDA_ARCH__ >= 1100)
 enum { AMPC_RESIDENT = 4 };
 #elif defined(__CUDA_ARCH__) && __CUDA_ARCH__ > 800 && __CUDA_ARCH__ / 100 != 9
@@ -1871,14 +1888,15 @@ enum { AMPC_RESIDENT = 6 };
 enum { AMPC_RESIDENT = 8 };
 #endif
 
-/* Elements of a piece, 16 bytes of the wider side, so that a warp writes whole sectors; and pieces in flight. */
+/* `width` is the number of elements in a piece.  A piece has 16 bytes of the wider side, so that a warp writes whole
+   sectors.  `pieces` is the number of a thread's pieces that are in flight. */
 template <class D, class S> struct ampc_cast_shape {
     enum {
         wide = sizeof(D) > sizeof(S) ? sizeof(D) : sizeof(S),
         least = sizeof(D) < sizeof(S) ? sizeof(D) : sizeof(S)
     };
     enum { width = 16 / wide, pieces = wide == 8 ? 4 : wide / least, per_sm = wide == 8 ? 5 : 8 };
-    /* stochastic rounding: at least 4, one block of random numbers, and at most 8 */
+    /* for stochastic rounding: at least 4, which is one block of random numbers, and at most 8 */
     enum { rounded = sizeof(S) == 8 ? 4 : sizeof(S) == 1 ? 8 : (int)width, rounded_per_sm = sizeof(S) == 8 ? 6 : 0 };
 };
 
@@ -1919,7 +1937,7 @@ ampc_cast_kernel(D *dst, const S *src, int64_t n, int saturate, int aligned, uns
     if (new_inf != NULL) ampc_count(new_inf, found, scratch);
 }
 
-/* Stochastic rounding to 16 and 8 bits. */
+/* Casts with stochastic rounding to 16 and 8 bits. */
 template <class D, class S> __global__ void
 __launch_bounds__(256, (ampc_cast_shape<D, S>::rounded_per_sm < AMPC_RESIDENT ? ampc_cast_shape<D, S>::rounded_per_sm
                                                                               : AMPC_RESIDENT))
@@ -2028,7 +2046,7 @@ __device__ __forceinline__ void ampc_put_sum(const amp_k_gradient &out, int64_t 
     ampc_put_stored(out.data, out.dtype, i, out.add ? ampc_add(sum, ampc_stored(out.data, out.dtype, i)) : sum);
 }
 
-/* partial NULL: the only run, directly to out. */
+/* If `partial` is NULL, there is one run, whose sums go directly to `out`. */
 __global__ void __launch_bounds__(256)
 ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, float *partial, amp_k_gradient out) {
     AMPC_SHARED(float, scratch, 8 * AMPC_SUM_COLS);
@@ -2059,7 +2077,7 @@ ampc_column_sum_kernel(amp_mat x, bool aligned, int64_t tiles, int64_t run, floa
     else ampc_put_sum(out, mine, total);
 }
 
-/* 32 columns to a block; each warp adds every eighth run, then the warps are added in order. */
+/* A block has 32 columns.  Each warp adds every eighth run, and then the sums of the warps are added in order. */
 __global__ void __launch_bounds__(256)
     ampc_column_finish_kernel(const float *partial, int64_t runs, int64_t cols, amp_k_gradient out) {
     AMPC_SHARED(double, scratch, 256);
@@ -2101,8 +2119,8 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
    then always access neighbouring bytes.  Where a pointer, a row distance or a row's length does not fit, pieces are
    narrower, down to 1 element.  A piece is held in its storage dtype until it is used. */
 
-/* The widest V, at most v, for an array from p on; for rows of `cols` elements, ld apart, each a whole number of
-   pieces. */
+/* The widest V, at most v, for an array that starts at p.  If the array has rows of `cols` elements, ld apart, each row
+   must be a whole number of pieces. */
 int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t cols = 0) {
     int64_t size = ampc_dtype_size(dtype);
     if (p == NULL) return v;
@@ -2111,7 +2129,7 @@ int ampc_width(int v, const void *p, amp_dtype dtype, int64_t ld = 0, int64_t co
     return v;
 }
 int ampc_width(int v, const amp_mat &m) { return ampc_width(v, m.data, m.dtype, m.rows > 1 ? m.ld : 0, m.cols); }
-/* The same for arrays that all rows share, such as a norm's weight: V of 8 takes fp32 too, as two pieces. */
+/* The same for arrays that all rows share, such as a norm's weight.  Here fp32 may have a V of 8 too, as two pieces. */
 int ampc_width_shared(int v, const void *p, amp_dtype dtype) {
     return v == 8 && dtype == AMP_F32 && ampc_aligned(p) ? v : ampc_width(v, p, dtype);
 }
@@ -2138,7 +2156,7 @@ __device__ __forceinline__ void ampc_prefetch(const void *p) {
 #endif
 }
 
-/* Adds a piece of sums to the stored one (add 1), or overwrites it. */
+/* Adds a piece of sums to the stored one if `add` is 1, and overwrites it otherwise. */
 template <int V, class I>
 __device__ __forceinline__ void ampc_piece_sum(void *row, amp_dtype dtype, I at, I end, float *sum, int add) {
     if (add) ampc_piece_add<V>(ampc_piece_read<V>(row, dtype, at, end), dtype, sum);
@@ -2161,9 +2179,9 @@ typedef uintptr_t ampc_address;
 #endif
 }
 
-/* Starts to copy 8 or 16 bytes into shared memory, or zeros if `there` is false (then `from` is not read).  This thread
-   may read them after ampc_copy_wait, others after a barrier too.  A group holds the copies started since the last
-   commit. */
+/* Starts to copy 8 or 16 bytes into shared memory.  If `there` is false, it writes zeros and does not read `from`.
+   This thread may read the bytes after ampc_copy_wait.  Other threads need a barrier after that.  A group holds the
+   copies started since the last commit. */
 template <int BYTES = 16> __device__ __forceinline__ void ampc_copy_async(void *shared, const void *from, bool there) {
     static_assert(BYTES == 8 || BYTES == 16, "a piece");
 #if defined(__CUDA_ARCH__)
@@ -2221,7 +2239,8 @@ __device__ __forceinline__ float ampc_reciprocal(float x) {
     return 1.0f / x;
 #endif
 }
-/* exp(x), relative error 2^-22 + 1.25 |x| 2^-24; for exp(x - max), x <= max, it is small unless the result is. */
+/* exp(x), with a relative error of 2^-22 + 1.25 |x| 2^-24.  For exp(x - max) with x <= max, the error is small unless
+   the result is small. */
 __device__ __forceinline__ float ampc_exp(float x) { return ampc_exp2(ampc_mul(x, AMPC_LOG2_E)); }
 __device__ __forceinline__ float ampc_exp_below(float x, float max) { return ampc_exp(x - max); }
 
@@ -2230,9 +2249,10 @@ __device__ __forceinline__ float ampc_exp_below(float x, float max) { return amp
    pieces i, i + lanes, i + 2 lanes and so on.  A row of more than lanes times E elements is processed in chunks, which
    later passes read again.  Passes alternate in direction, so the chunk at the turn is still held. */
 
-/* The most threads of a block, and their registers: 64 for rows of one chunk, so that a multiprocessor holds 1024
-   threads; 128 for other rows.  Kernels that also sum columns have one block per multiprocessor, and 168 registers if
-   these hold the sums; with AMPC_SHARED_SUMS elements a thread, shared memory does, and the block has one group. */
+/* The most threads of a block.  They have 64 registers each for rows of one chunk, so that a multiprocessor holds 1024
+   threads, and 128 for other rows.  Kernels that also sum columns have one block per multiprocessor.  Their threads
+   have 168 registers if registers hold the sums.  With AMPC_SHARED_SUMS elements per thread, shared memory holds them,
+   and the block has one group. */
 enum { AMPC_ROW_THREADS = 512, AMPC_SUM_THREADS = 384, AMPC_SHARED_SUMS = 32 };
 __host__ __device__ constexpr bool ampc_one_chunk(int v, int e) { return v > 1 && e < 32; }
 __host__ __device__ constexpr int ampc_threads(int e, bool sums) {
@@ -2247,8 +2267,8 @@ struct ampc_row_plan {
     int64_t chunks;
 };
 
-/* The fewest warps per row that 8, 16 or 24 elements a thread allow, then the fewest elements; 32 for rows that would
-   not fit otherwise. */
+/* Takes the fewest warps per row that 8, 16 or 24 elements per thread allow, and then the fewest elements.  Rows that
+   would not fit otherwise have 32 elements per thread. */
 ampc_row_plan ampc_plan_rows(const ampc_device *dev, int v, int64_t rows, int64_t cols, bool sums = false) {
     static const int choices[3][4] = {{8, 8, 8, 8}, {8, 16, 16, 32}, {8, 16, 24, 32}};
     const int *e = choices[v == 8 ? 2 : v == 4];
@@ -2283,7 +2303,8 @@ template <class F> amp_result ampc_pick_shape(const ampc_row_plan &p, F run) {
     }
 }
 
-/* A thread's place: its row's group and its pieces in a chunk, whose elements are counted from the chunk's first. */
+/* A thread's place, which is the group of its row and its pieces in a chunk.  Elements are counted from the chunk's
+   first. */
 template <int V, int E> struct ampc_place {
     int lanes, lane, group, groups;
     __device__ explicit ampc_place(int row_lanes) : lanes(row_lanes) {
@@ -2302,8 +2323,9 @@ template <int V, int E> struct ampc_place {
     }
 };
 
-/* Sums or maxima over the threads of a group, in every thread.  scratch: 64 N floats of shared memory; calls alternate
-   between its halves, so that none overwrites what others may still be reading.  All threads of the block call it. */
+/* Sums or maxima over the threads of a group, with the result in every thread.  `scratch` is 64 N floats of shared
+   memory.  Calls alternate between its halves, so that no call overwrites what other threads may still be reading.  All
+   threads of the block must call it. */
 struct ampc_plus {
     static __device__ __forceinline__ float none() { return 0.0f; }
     static __device__ __forceinline__ float of(float a, float b) { return a + b; }
@@ -2359,7 +2381,7 @@ __device__ __forceinline__ void ampc_chunk_widen(const uint4 (&raw)[P], amp_dtyp
     });
 }
 
-/* Prefetches a chunk into the L2 cache: a thread's part is at most the 128 bytes it requests. */
+/* Prefetches a chunk into the L2 cache.  A thread requests 128 bytes, and its part of a chunk is at most as long. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place, const void *from, amp_dtype dtype,
                                                   int left) {
@@ -2369,9 +2391,10 @@ __device__ __forceinline__ void ampc_chunk_expect(const ampc_place<V, E> &place,
 
 /* ---- LayerNorm and RMSNorm, forward */
 
-/* Weight and bias: y = h weight + bias, with 1 and -0 for missing ones, which change no h.  In rows of one chunk a
-   thread always has the same columns: if shared memory has room (KEEP), a block holds them there in fp32, in the order
-   in which a warp reads 16 bytes each; else they are read again for each row. */
+/* Weight and bias, for y = h weight + bias.  A missing weight is 1 and a missing bias is -0, which change no h.  In
+   rows of one chunk a thread always has the same columns.  If shared memory has room (KEEP), a block holds weight and
+   bias there in fp32, in the order in which a warp reads 16 bytes per thread.  Otherwise they are read again for each
+   row. */
 template <int V, int E, bool KEEP> struct ampc_norm_affine {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2394,7 +2417,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
         }
         __syncthreads();
     }
-    /* Element k of a thread's part of the weight (array 0) or the bias (1), and the next three. */
+    /* The place of element k of a thread's part of the weight (array 0) or the bias (1), and of the next three. */
     __device__ __forceinline__ uint4 *slot(int array, int k) const {
         return scratch + (array * (E / 4) + k / 4) * ampc_afresh(place.lanes) + place.lane;
     }
@@ -2404,7 +2427,7 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
         if (a.weight) ampc_load<V>(ampc_within(a.weight, a.weight_dtype, start + at), a.weight_dtype, weight);
         if (a.bias) ampc_load<V>(ampc_within(a.bias, a.weight_dtype, start + at), a.weight_dtype, bias);
     }
-    /* For piece p of the chunk at `start`. */
+    /* Gets weight and bias for piece p of the chunk at `start`. */
     __device__ __forceinline__ void get(int64_t start, int p, float *weight, float *bias) const {
         if constexpr (!KEEP) read(start, place.at(p), weight, bias);
         else {
@@ -2417,8 +2440,9 @@ template <int V, int E, bool KEEP> struct ampc_norm_affine {
     }
 };
 
-/* A chunk of the row to normalise, in fp32.  A stored sum with the residual is rounded to storage before it is used,
-   because backward reads that; the first pass computes and stores it, later passes read it. */
+/* A chunk of the row to normalise, in fp32.  If the sum with the residual is stored, it is rounded to storage before it
+   is used, because the backward pass reads the stored one.  The first pass computes and stores it, and later passes
+   read it. */
 template <int V, int E> struct ampc_norm_chunk {
     const amp_k_norm &a;
     const ampc_place<V, E> &place;
@@ -2485,7 +2509,7 @@ template <int V, int E> struct ampc_norm_chunk {
     }
 };
 
-/* share: 1 / cols. */
+/* `share` is 1 / cols. */
 template <int V, int E, bool KEEP> __global__ void AMPC_ROW_BOUNDS(KEEP)
 ampc_norm_rows(amp_k_norm a, int lanes, int64_t planned, float share) {
     AMPC_SHARED(float, scratch, 64);
@@ -2534,7 +2558,7 @@ amp_result ampc_norm(void *dev, const amp_k_norm *args, void *stream) {
     ampc_row_plan plan = ampc_plan_rows(d, v, a.x.rows, a.x.cols);
     size_t kept = (size_t)plan.lanes * 2 * (size_t)plan.e * sizeof(float);
     bool keep = ampc_one_chunk(plan.v, plan.e) && (size_t)plan.per_sm * (kept + 2048) <= d->has.shared_limit;
-    if (plan.lanes == plan.block)       /* one row at a time: its weights, as long as it, serve for as many as can be */
+    if (plan.lanes == plan.block)       /* its weights are as long as its one row, so it keeps them for many rows */
         plan.grid = ampc_grid(d, plan.grid, plan.per_sm);
     return ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
@@ -2569,7 +2593,7 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* dx for a chunk; dsum: as stored, or NULL: read here. */
+/* Computes dx for a chunk.  `dsum` is the chunk of a.dsum, or NULL if it is to be read here. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
                                              int64_t start, int left, float mean, float rstd, const float *means,
@@ -2626,7 +2650,8 @@ template <int V, int E> struct ampc_column_sums {
             *b = first ? dbias[k] : *b + dbias[k];
         }
     }
-    /* Gathers the block's groups in order (one group with shared sums) and writes its partial sum, [2, cols]. */
+    /* Gathers the block's groups in order and writes its partial sum, [2, cols].  With shared sums there is one
+       group. */
     __device__ void write(float *partial, int64_t cols) {
         for (int g = 0; g < place.groups; g++) {
             if (place.group == g) gather(g == 0);
@@ -2645,7 +2670,7 @@ size_t ampc_column_scratch(const ampc_row_plan &p) {
     return (size_t)(p.e < AMPC_SHARED_SUMS ? p.lanes : (int)AMPC_ROW_THREADS) * 2 * (size_t)p.e * sizeof(float);
 }
 
-/* The sums over a chunk: of g and g h to means, of the columns' gradients to sums. */
+/* Adds the chunk's g and g h to `means`, and its gradients of the columns to `sums`. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_look(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t start,
                                                int left, float mean, float rstd, const uint4 *x, const uint4 *dy,
@@ -2694,7 +2719,8 @@ size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
     return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
 }
 
-/* Rows of one chunk: the next one is fetched while this one is processed.  partials NULL: only dx. */
+/* For rows of one chunk.  The next row is fetched while this one is processed.  If `partials` is NULL, only dx is
+   computed. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -2733,11 +2759,12 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
         ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum);
     }
     ampc_copy_wait<0>();
-    __syncthreads();                            /* sums reuse the memory of rows */
+    __syncthreads();                            /* the sums reuse the memory of the rows */
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's barrier. */
+/* For rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's
+   barrier. */
 template <int V, int E> __global__ void __launch_bounds__(ampc_threads(E, true), 1)
 ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
@@ -2781,8 +2808,8 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
 }
 
-/* Partial sums of dweight and dbias if a row or its sums do not fit into a block: block i of `blocks` adds rows i,
-   i + blocks, ... for a strip of columns. */
+/* Partial sums of dweight and dbias, for the case that a row or its sums do not fit into a block.  Block i of `blocks`
+   adds rows i, i + blocks, ... for a strip of columns. */
 template <int V>
 __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, int64_t blocks, float *partials) {
     int64_t block = blockIdx.x % blocks, cols = a.x.cols, at = (blockIdx.x / blocks * blockDim.x + threadIdx.x) * V;
@@ -2809,7 +2836,8 @@ __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, 
     }
 }
 
-/* gradient = (old +) the sum of the partial sums: 32 columns per block, 32 threads for each. */
+/* Sets a gradient to the sum of the partial sums, or adds that sum to it.  A block has 32 columns, and 32 threads for
+   each. */
 __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias,
                                                          const float *partials, int64_t blocks, int64_t cols) {
     AMPC_SHARED(float, scratch, 32 * 33);
@@ -2828,7 +2856,8 @@ __global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight,
     ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
 }
 
-/* Fewer groups, then chunks, if shared memory is too small for waiting rows. */
+/* Plans the rows of a backward pass.  If shared memory is too small for the rows that wait there, a block has fewer
+   groups.  If one group is still too much, the kernel for rows of any length is planned. */
 ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
     ampc_row_plan p = ampc_plan_rows(d, v, rows, cols, true);
     if (!ampc_one_chunk(p.v, p.e)) return p;
@@ -2883,7 +2912,7 @@ amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
 /* How a softmax's rows are counted. */
 struct ampc_softmax_index { int64_t rows; ampc_divisor queries, heads; };
 
-/* The keys that a row's query sees; most masks need few of the fields. */
+/* The keys that a row's query sees.  Most masks need few of the fields. */
 __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, const ampc_softmax_index &of,
                                                      int64_t row) {
     const amp_mask &m = a.mask;
@@ -2898,7 +2927,7 @@ __device__ __forceinline__ ampc_sight ampc_row_sight(const amp_k_softmax &a, con
     return ampc_sight_of(m, b, h, query, a.queries, a.keys);
 }
 
-/* Sets a piece's hidden scores to -inf; first, low, high and end count from the chunk's first element. */
+/* Sets a piece's hidden scores to -inf.  `at`, `first`, `low` and `high` count from the chunk's first element. */
 template <int V>
 __device__ __forceinline__ void ampc_hide(const ampc_sight &sight, int64_t start, int at, int first, int low, int high,
                                           float *s) {
@@ -2930,7 +2959,7 @@ __device__ __forceinline__ void ampc_scores_fetch(const amp_k_softmax &a, const 
     for (int p = 0; p < E / V; p++) ampc_hide<V>(sight, start, place.at(p), first, low, high, s + p * V);
 }
 
-/* Writes a chunk of a softmax row, cols elements of it: zeros from `end` on. */
+/* Writes `cols` elements, which are a chunk of a softmax row.  They are zeros from `end` on. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place, void *to, amp_dtype dtype, int cols,
                                                    int end, float inverse, const float *e) {
@@ -2949,7 +2978,7 @@ __device__ __forceinline__ void ampc_softmax_write(const ampc_place<V, E> &place
     }
 }
 
-/* A row without visible keys has only -inf, and gives zeros; NaN and +inf make a row NaN. */
+/* A row without visible keys has only scores of -inf, and gives zeros.  NaN and +inf make the whole row NaN. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
     AMPC_SHARED(float, scratch, 64);
@@ -2999,7 +3028,7 @@ __device__ __forceinline__ void ampc_softmax_slopes(const uint4 &y, const uint4 
         slope[i] = value[i] == 0.0f ? 0.0f : ampc_mul(ampc_mul(value[i], slope[i] - sum), a.scale);
 }
 
-/* dx = scale y (dy - sum(y dy)); a probability of 0 contributes 0, whatever its gradient; hidden elements are not
+/* dx = scale y (dy - sum(y dy)).  A probability of 0 contributes 0, whatever its gradient.  Hidden elements are not
    read. */
 template <int V, int E> __global__ void AMPC_ROW_BOUNDS(true)
 ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, int64_t planned) {
@@ -3047,7 +3076,7 @@ ampc_softmax_gradient_rows(amp_k_softmax a, ampc_softmax_index of, int lanes, in
     }
 }
 
-/* The rows of a softmax; none if there are no keys. */
+/* The rows of a softmax, of which there are none without keys. */
 ampc_softmax_index ampc_softmax_count(const amp_k_softmax *a) {
     int64_t rows = a->keys > 0 ? a->batch * a->heads * a->queries : 0;
     return ampc_softmax_index{rows, a->queries, a->heads};
@@ -3083,14 +3112,14 @@ amp_result ampc_softmax_backward(void *dev, const amp_k_softmax *args, void *str
    `ahead` is how many pieces of each input a thread reads ahead. */
 
 template <int I, int O> struct ampc_map {
-    /* blocks per multiprocessor: many operands need registers */
+    /* per_sm is blocks per multiprocessor, fewer with many operands, which need registers */
     enum { inputs = I, outputs = O, per_sm = I > 3 ? 3 : 4 };
     amp_mat in[I], out[O];
     int64_t cols, total;            /* elements of a row, pieces in all */
-    ampc_divisor pieces;            /* of a row */
+    ampc_divisor pieces;            /* pieces of a row */
 };
 
-/* ld 0: all rows are the same. */
+/* If ld is 0, all rows are the same. */
 amp_mat ampc_matrix(const void *data, amp_dtype dtype, int64_t rows, int64_t cols, int64_t ld) {
     amp_mat m = {const_cast<void *>(data), dtype, 0, rows, cols, ld};
     return m;
@@ -3143,7 +3172,7 @@ __global__ void __launch_bounds__(256, Map::per_sm) ampc_map_kernel(Map m, Op op
     }
 }
 
-/* Runs op over the shape of the first output.  W: the widest piece that its operands allow. */
+/* Runs op over the shape of the first output.  W is the widest piece that its operands allow. */
 template <int W = 8, class Op, class Map>
 amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream) {
     ampc_device *d = (ampc_device *)dev;
@@ -3169,7 +3198,7 @@ amp_result ampc_map_run(void *dev, const char *name, Map m, Op op, void *stream)
 
 /* ---- Activations */
 
-/* 1 / (1 + exp(-x)); below -88 the exponential is infinite and the result 0. */
+/* 1 / (1 + exp(-x)).  Below -88 the exponential is infinite, and the result is 0. */
 __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(1.0f + ampc_exp(-x)); }
 
 /* The tanh form of GELU is x sigmoid(2 u), because (1 + tanh u) / 2 = sigmoid(2 u), with
@@ -3180,10 +3209,10 @@ __device__ __forceinline__ float ampc_sigmoid(float x) { return ampc_reciprocal(
 __device__ __forceinline__ float ampc_gelu(float x) {
     return ampc_mul(x, ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, ampc_mul(x, x), AMPC_GELU_A))));
 }
-/* x where p, which is 0 or above, is not 0, and else 0: x may be infinite, and the product of both is 0 then, not
-   NaN. */
+/* x where p, which is 0 or above, is not 0, and 0 elsewhere.  x may be infinite; the product x p is then 0 where p is
+   0, instead of NaN. */
 __device__ __forceinline__ float ampc_where_not_zero(float x, float p) { return p == 0.0f ? 0.0f : x; }
-/* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4: s is long 0 or 1. */
+/* s + x s (1 - s) (A + 3 B x^2).  x^2 is limited to 10^4, where s has long been 0 or 1. */
 __device__ __forceinline__ float ampc_gelu_slope(float x) {
     float square = fminf(ampc_mul(x, x), 1.0e4f),
           s = ampc_sigmoid(ampc_mul(x, ampc_fma(AMPC_GELU_B, square, AMPC_GELU_A)));
@@ -3229,7 +3258,7 @@ struct ampc_act {
     }
 };
 
-/* in: x (y of tanh, with from_y) and dy */
+/* The inputs are x and dy.  With from_y, y of tanh stands in place of x. */
 struct ampc_act_back {
     enum { ahead = 2 };
     amp_activation_kind kind;
@@ -3248,7 +3277,7 @@ struct ampc_act_back {
     }
 };
 
-/* op over N inputs; the B inputs after them are biases, added to the first B. */
+/* op over N inputs.  The B inputs after them are biases, which are added to the first B. */
 template <class Op, int N, int B> struct ampc_biased {
     enum { ahead = (Op::ahead + 1) / 2 };
     Op op;
@@ -3279,7 +3308,7 @@ amp_result ampc_activation(void *dev, const amp_k_activation *args, void *stream
     return ampc_map_run(dev, "amp_activation", m, op, stream);
 }
 
-/* Takes the slope of tanh from y if given: x may have been overwritten. */
+/* Takes the slope of tanh from y if y is given, because x may have been overwritten. */
 amp_result ampc_activation_backward(void *dev, const amp_k_activation *args, void *stream) {
     int from_y = args->act == AMP_ACT_TANH && args->y != NULL;
     if (args->bias != NULL && !from_y) {
@@ -3420,7 +3449,7 @@ amp_result ampc_add(void *dev, const amp_k_add *args, void *stream) {
     return ampc_map_run(dev, "amp_add", m, ampc_sum2{args->alpha, args->beta, args->b != NULL}, stream);
 }
 
-/* Of views: a thread takes an element at a time. */
+/* Adds views.  A thread takes one element at a time. */
 __global__ void __launch_bounds__(256) ampc_add_views_kernel(amp_k_add_views v, int64_t total) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t rest = i, a = 0, b = 0, y = 0;
@@ -3462,11 +3491,11 @@ __device__ __forceinline__ void ampc_rope_pairs(const uint4 *from, amp_dtype dty
     to[1] = ampc_narrow<V>(x + V, dtype);
 }
 
-/* pieces, slices, positions: how many there are of each. */
+/* `pieces`, `slices` and `positions` say how many there are of each. */
 template <bool Adjacent, int V>
 __global__ void __launch_bounds__(256, 2)
     ampc_rope_kernel(amp_k_rope a, ampc_divisor pieces, ampc_divisor slices, ampc_divisor positions, int64_t total) {
-    enum { U = 2 };                 /* heads under way */
+    enum { U = 2 };                 /* heads that a thread reads at once */
     const int64_t heads = a.heads[0] + a.heads[1];
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < total; i += (int64_t)gridDim.x * blockDim.x) {
         int64_t piece, slice, p, token = ampc_divide(ampc_divide(i, pieces, &piece), slices, &slice);
@@ -3527,7 +3556,7 @@ amp_result ampc_rope(void *dev, const amp_k_rope *args, void *stream) {
 
 /* ==== 9 >>operators: losses and embeddings ==== */
 
-/* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the host has
+/* Writes 1 + row into a report that is clear or names a later row.  An earlier call's report stays until the CPU has
    read and cleared it. */
 __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
     int32_t mine = row < INT32_MAX - 1 ? (int32_t)(row + 1) : INT32_MAX, seen = *(volatile int32_t *)report;
@@ -3540,13 +3569,13 @@ __device__ __forceinline__ void ampc_report(int32_t *report, int64_t row) {
 
 /* The findings of one pass over a call's labels or ids. */
 struct ampc_labels {
-    int64_t counted;                /* not ignored */
+    int64_t counted;                /* labels that are not ignored */
     int32_t bad;                    /* 1: one is out of range, so the call's other kernels do nothing */
     float scale;                    /* of the gradient */
 };
 
-/* One block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`.
-   scale = factor grad_scale / counted. */
+/* Runs as one block.  values[i] must lie in 0..limit-1 or, with may_ignore, be `ignore`.  scale is factor grad_scale /
+   counted, or factor grad_scale with `sum`. */
 __global__ void __launch_bounds__(1024)
     ampc_labels_scan(const int32_t *values, int64_t n, int64_t limit, int may_ignore, int32_t ignore, int sum,
                      double factor, const float *grad_scale, ampc_labels *out, int32_t *report) {
@@ -3577,7 +3606,8 @@ __global__ void __launch_bounds__(1024)
     if (out->bad) ampc_report(report, first);
 }
 
-/* loss = the sum of n values, or their mean over the count in `labels` (NULL: `counted`), NaN over none.  One block. */
+/* Sets *loss to the sum of n values, or to their mean over the count in `labels`.  If `labels` is NULL, the count is
+   `counted`.  The mean over a count of 0 is NaN.  Runs as one block. */
 template <class T>
 __global__ void __launch_bounds__(1024)
     ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
@@ -3596,9 +3626,9 @@ __global__ void __launch_bounds__(1024)
    so dlogits may be the logits.  Rows of any length and distance have aligned pieces.  The elements before and after
    these are the row's edges, which are done one by one. */
 
-/* The sum of exp(x - max) over a thread's elements so far, max being their largest. */
+/* The sum of exp(x - max) over a thread's elements so far, where max is the largest of them. */
 struct ampc_running {
-    float max, sum, total;          /* total: of the logits themselves */
+    float max, sum, total;          /* total is the sum of the logits */
     template <int V> __device__ __forceinline__ void add(const float (&x)[V], bool smooth) {
         float larger = max, shift;
         AMPC_UNROLL
@@ -3624,7 +3654,7 @@ struct ampc_logit_row {
     unsigned char *kept;            /* with KEEP, the pieces in shared memory; else the row is read again */
     int64_t label, head, edge;      /* label -1: ignored; the pieces of V lie in [head, edge) */
     float at_label, max, sum;
-    /* Element k of the edges, those before `head` first. */
+    /* The column of element k of the edges.  The elements before `head` come first. */
     __device__ __forceinline__ int64_t outside(int64_t k) const { return k < head ? k : edge + k - head; }
 };
 
@@ -3647,7 +3677,7 @@ template <int V> __device__ __forceinline__ ampc_logit_row ampc_logits_of(const 
     return r;
 }
 
-/* The first pass. */
+/* The first pass over a row.  With KEEP, it also copies the pieces to shared memory. */
 template <int V, bool KEEP>
 __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entropy &a, const ampc_logit_row &r) {
     enum { U = V == 1 ? 8 : 4 };    /* reads in flight */
@@ -3675,9 +3705,9 @@ __device__ __forceinline__ ampc_running ampc_logits_scan(const amp_k_cross_entro
     return found;
 }
 
-/* dlogits = scale (e / sum - smoothing / classes), in the label's column less 1 - smoothing; 0 beyond the classes and
-   in ignored rows.  share = -scale smoothing / classes; less: what the label's column adds to e / sum.  That column is
-   written again after the whole row. */
+/* dlogits = scale (e / sum - smoothing / classes) with e = exp(x - max).  In the label's column, 1 - smoothing is
+   subtracted within the brackets.  Beyond the classes and in ignored rows, dlogits is 0.  `share` is -scale smoothing /
+   classes, and `less` is what the label's column adds to e / sum.  That column is written again after the whole row. */
 template <int V, bool KEEP>
 __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &a, const ampc_logit_row &r, float scale,
                                                      float share, float less) {
@@ -3712,7 +3742,7 @@ __device__ __forceinline__ void ampc_logits_gradient(const amp_k_cross_entropy &
     if (threadIdx.x != 0) return;
     ampc_put_stored(r.to, to_dtype, r.label, ampc_mul(scale, ampc_exp_below(r.at_label, r.max) / r.sum + less));
 }
-/* bits: of 0, or all set, which is NaN in each dtype. */
+/* Fills the row with `bits`, which are those of 0, or all set, which is NaN in each dtype. */
 template <int V>
 __device__ __forceinline__ void ampc_logits_fill(const amp_k_cross_entropy &a, const ampc_logit_row &r, uint32_t bits) {
     int64_t at, outside = r.head + a.dlogits.cols - r.edge;
@@ -3739,7 +3769,7 @@ __device__ __forceinline__ float ampc_cross_entropy_row(const amp_k_cross_entrop
     return loss;
 }
 
-/* even: smoothing / classes. */
+/* `even` is smoothing / classes. */
 template <int V, bool KEEP> __global__ void __launch_bounds__(512, 2)
 ampc_cross_entropy_rows(amp_k_cross_entropy a, double even, const ampc_labels *labels, float *losses) {
     AMPC_SHARED(float, scratch, 32);
@@ -3764,7 +3794,7 @@ void (*ampc_cross_entropy_kernel(int v))(amp_k_cross_entropy, double, const ampc
                     : ampc_cross_entropy_rows<1, KEEP>;
 }
 
-/* The widest pieces aligned in both matrices at the same columns of every row. */
+/* The widest pieces that are aligned in both matrices at the same columns of every row. */
 int ampc_logits_width(const amp_mat &x, const amp_mat &dx) {
     int v = x.dtype == AMP_F32 || (dx.data && dx.dtype == AMP_F32) ? 4 : 8;
     int64_t apart = (int64_t)((uintptr_t)x.data / (uint64_t)ampc_dtype_size(x.dtype) -
@@ -3914,7 +3944,7 @@ __device__ __forceinline__ int ampc_digit(const ampc_sort &s, int64_t row) {
     return s.ids[row] >> s.shift & (AMPC_DIGITS - 1);
 }
 
-/* counts[digit][tile] */
+/* Counts the digits of a tile, into counts[digit][tile]. */
 __global__ void __launch_bounds__(256) ampc_sort_count(ampc_sort s, const ampc_labels *labels, int64_t *counts) {
     AMPC_SHARED(unsigned, count, AMPC_DIGITS);
     int64_t first = (int64_t)blockIdx.x * AMPC_SORT_TILE,
@@ -3944,7 +3974,7 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
     return before + sum - x;
 }
 
-/* counts becomes the sum of all counts before it.  One block. */
+/* Each count becomes the sum of all counts before it.  Runs as one block. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
     int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n,
@@ -3970,7 +4000,7 @@ __device__ __forceinline__ unsigned ampc_same_digit(int digit, bool live) {
     return same;
 }
 
-/* Moves the keys of a tile to their places, 256 at a time; thread d counts digit d. */
+/* Moves the keys of a tile to their places, 256 at a time.  Thread d counts digit d. */
 __global__ void __launch_bounds__(256)
     ampc_sort_scatter(ampc_sort s, const ampc_labels *labels, const int64_t *starts) {
     AMPC_SHARED(unsigned, count, 8 * AMPC_DIGITS);
@@ -4011,8 +4041,8 @@ template <int V> __global__ void __launch_bounds__(256) ampc_zero_rows(amp_mat m
     }
 }
 
-/* A call's sorted rows, and the sums of ids that span stretches: head[stretch] belongs to an id that began before it,
-   tail[stretch] to one that continues after it, both [stretches, cols]. */
+/* A call's sorted rows, and the sums of ids that span stretches.  head[stretch] belongs to an id that began before the
+   stretch, and tail[stretch] to one that continues after it.  Both are [stretches, cols]. */
 struct ampc_gather {
     amp_mat dy, dtable;
     const int32_t *ids;
@@ -4024,7 +4054,7 @@ struct ampc_gather {
     __device__ __forceinline__ int64_t id(int64_t i) const { return i >= 0 && i < n ? ids[order[i]] : -1; }
 };
 
-/* A warp's part: one stretch and one strip of 32 pieces. */
+/* A warp's part, which is one stretch and one strip of 32 pieces. */
 template <int V> struct ampc_gather_part {
     int64_t stretch, at, begin, end;
     __device__ ampc_gather_part(const ampc_gather &g, int64_t part) {
@@ -4036,7 +4066,7 @@ template <int V> struct ampc_gather_part {
     }
 };
 
-/* Writes an id's sum in this stretch to the table, or keeps it to be added to those in others. */
+/* Writes an id's sum in this stretch to the table, or keeps it to be added to the sums of other stretches. */
 template <int V>
 __device__ __forceinline__ void ampc_gather_flush(const ampc_gather &g, const ampc_gather_part<V> &part, int64_t id,
                                                   bool before, bool after, float *sum) {
@@ -4087,7 +4117,8 @@ __global__ void __launch_bounds__(128) ampc_gather_stretches(ampc_gather g, cons
     }
 }
 
-/* For an id that begins in a stretch and continues: adds its tail and its heads in the next stretches, in fp64. */
+/* For an id that begins in a stretch and continues after it, adds its tail there and its heads in the next stretches,
+   in fp64. */
 template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_gather g, const ampc_labels *labels) {
     int64_t parts = g.stretches * g.strips.d, warps = (int64_t)gridDim.x * (blockDim.x / 32);
     if (labels->bad) return;
@@ -4114,7 +4145,7 @@ template <int V> __global__ void __launch_bounds__(128) ampc_gather_join(ampc_ga
     }
 }
 
-/* dpositions[p] = (old +) the rows p, p + seq, p + 2 seq, ... of dy. */
+/* Sets dpositions[p] to the sum of the rows p, p + seq, p + 2 seq, ... of dy, or adds that sum to it. */
 template <int V>
 __global__ void __launch_bounds__(128)
     ampc_position_rows(amp_k_embedding a, int64_t positions, ampc_divisor pieces, const ampc_labels *labels) {
@@ -4152,7 +4183,7 @@ amp_result ampc_zero(ampc_device *d, const amp_mat &m, int64_t first, const ampc
                        m.cols / v, labels);
 }
 
-/* Sorts the numbers of a's rows by id; *order ends in one of the two buffers. */
+/* Sorts the numbers of a's rows by id.  *order is set to the buffer that holds the result. */
 amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const ampc_labels *labels, int64_t *counts,
                                int64_t *buffers[2], const int64_t **order, void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4169,7 +4200,7 @@ amp_result ampc_embedding_sort(ampc_device *d, const amp_k_embedding &a, const a
     return AMP_OK;
 }
 
-/* Scratch: labels, two orders, the sort's counts, heads and tails. */
+/* The scratch memory holds the labels, two orders, the sort's counts, the heads and the tails. */
 amp_result ampc_embedding_table(ampc_device *d, const amp_k_embedding &a, ampc_scratch &scratch, ampc_labels **labels,
                                 void *stream) {
     const char *name = "amp_embedding_backward";
@@ -4236,16 +4267,17 @@ __device__ __forceinline__ float ampc_rounded(float x, amp_dtype compute) {
     }
 }
 
-/* One operand: element (i, j), i along m or n and j along k, at data[i * outer + j * inner]. */
+/* One operand.  Element (i, j), with i along m or n and j along k, is at data[i * outer + j * inner]. */
 struct ampc_operand {
     const void *data;
     amp_dtype dtype, compute;
-    int64_t outer, inner, count;    /* count: of i */
+    int64_t outer, inner, count;    /* count is how many values i has */
 };
 
 typedef float ampc_strip[AMPC_GEMM_TILE + 4];      /* a row of a tile in shared memory, padded against bank conflicts */
 
-/* Elements from, from + step, ... where n di < i_left and n dj < j_left, else 0; the reads overlap. */
+/* Reads the elements at from + n step for n = 0 to 3, where n di < i_left and n dj < j_left.  The other values are 0.
+   The reads overlap in time. */
 __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t from, int64_t step, int i_left, int di,
                                                int j_left, int dj, float (&value)[4]) {
     const bool exact = x.compute == AMP_F32 || x.compute == x.dtype || (x.compute == AMP_TF32 && x.dtype != AMP_F32);
@@ -4261,8 +4293,8 @@ __device__ __forceinline__ void ampc_gemm_read(const ampc_operand &x, int64_t fr
     for (int n = 0; n < 4; n++) value[n] = ampc_rounded(value[n], x.compute);
 }
 
-/* 64 x 16 elements from (i0, j0) on into tile[j][i], zeros beyond the matrix; neighbouring threads read neighbours.
-   True: this thread found an infinity or NaN. */
+/* Copies 64 x 16 elements from (i0, j0) on into tile[j][i], with zeros beyond the matrix.  Neighbouring threads read
+   neighbouring elements.  Returns whether this thread found an infinity or NaN. */
 __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t offset, int64_t i0, int64_t j0,
                                                 int64_t k, ampc_strip *tile) {
     const bool rows = x.inner == 1;
@@ -4283,7 +4315,8 @@ __device__ __forceinline__ bool ampc_gemm_fetch(const ampc_operand &x, int64_t o
     return wild;
 }
 
-/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], d in order.  WEIGHTS: a holds weights, and 0 times infinity is 0. */
+/* sum[i][j] += a[d][4 y + i] b[d][4 x + j], for each d in order.  With WEIGHTS, a holds weights, and 0 times infinity
+   is 0. */
 template <bool WEIGHTS>
 __device__ __forceinline__ void ampc_gemm_add(const ampc_strip *a, const ampc_strip *b, float (&sum)[4][4]) {
     unsigned x = threadIdx.x % 16, y = threadIdx.x / 16;
@@ -4360,7 +4393,7 @@ amp_result ampc_gemm_units(ampc_device *dev, const amp_k_gemm &g, void *stream) 
 /* The dtype that stores operands of a compute dtype. */
 amp_dtype ampc_operand_dtype(amp_dtype compute) { return compute == AMP_TF32 ? AMP_F32 : compute; }
 
-/* Operand a or b as stored: fields of its product. */
+/* Operand a or b as it is stored.  The references are to fields of its product. */
 struct ampc_gemm_operand {
     const void *&data;
     amp_dtype &dtype;
@@ -4381,14 +4414,14 @@ struct ampc_gemm_operand {
         return data == x.data && dtype == x.dtype && ld == x.ld && stride == x.stride && items == x.items &&
                rows == x.rows && cols == x.cols;
     }
-    /* The operand after its cast. */
+    /* Makes this the operand after its cast, which is at `copy`. */
     void become(const void *copy, amp_dtype to) {
         if (cut != NULL || !is_dense()) ld = cols, stride = items == 1 ? 0 : rows * cols;
         data = copy, dtype = to, cut = NULL;
     }
 };
 
-/* An operand that saturates: [n[0], n[1], n[2], cols], with contiguous columns. */
+/* An operand that saturates.  It is [n[0], n[1], n[2], cols], with contiguous columns. */
 struct ampc_cut {
     const void *x; void *to;
     amp_dtype from, dtype;
@@ -4397,7 +4430,7 @@ struct ampc_cut {
     amp_k_cut how;
 };
 
-/* Copies all of it, saturated, to `to` without gaps. */
+/* Copies the whole operand, saturated, to `to` without gaps. */
 __global__ void __launch_bounds__(256) ampc_cut_kernel(ampc_cut c, int64_t total) {
     AMPC_SHARED(int, scratch, 32);
     int found = 0;
@@ -4436,8 +4469,8 @@ amp_result ampc_cast_flat(ampc_device *dev, void *dst, amp_dtype to, const void 
     return ampc_cast(dev, &cast, stream);
 }
 
-/* Casts operand a or b: in its own layout if its elements fill their memory, else (and if it saturates) row after
-   row. */
+/* Casts operand a or b.  The copy has the operand's layout if its elements fill their memory.  Otherwise, and if the
+   operand saturates, the copy has row after row without gaps. */
 amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch &own, void *stream) {
     ampc_gemm_operand x(g, b);
     const amp_dtype to = ampc_operand_dtype(g.compute);
@@ -4459,7 +4492,8 @@ amp_result ampc_gemm_cast(ampc_device *dev, amp_k_gemm &g, bool b, ampc_scratch 
     return AMP_OK;
 }
 
-/* in: the product, to be multiplied by *factor, bias or act's saved input, old c; out: c, act's input. */
+/* The inputs are the product, which is multiplied by *factor; the bias, or act's saved input; and the old c.  The
+   outputs are c and act's input. */
 template <int O> struct ampc_finish {
     enum { ahead = 2 };
     amp_activation_kind act;
@@ -4496,7 +4530,7 @@ amp_result ampc_gemm_map_as(ampc_device *dev, const amp_k_gemm &g, const amp_k_g
         m.in[2] = ampi_is_set(g.beta) ? c : ampc_matrix(NULL, AMP_F32, g.m, g.n, g.n);
         m.out[0] = c;
         if (O == 2) m.out[O - 1] = pre;
-        /* the product is fp32 */
+        /* 4, because the product is fp32 */
         AMPC_TRY(ampc_map_run<4>(dev, "gemm", m, ampc_finish<O>{g.act, g.backward, g.beta, factor}, stream));
     }
     return AMP_OK;
@@ -4507,7 +4541,7 @@ amp_result ampc_gemm_map(ampc_device *dev, const amp_k_gemm &g, const amp_k_gemm
                                 : ampc_gemm_map_as<1>(dev, g, product, factor, stream);
 }
 
-/* A warp to a row; a lane adds AMPC_SUM_CHAIN numbers in fp32, and their sums in fp64. */
+/* A warp adds a row.  A lane adds AMPC_SUM_CHAIN numbers in fp32 at a time, and then these sums in fp64. */
 __global__ void __launch_bounds__(256) ampc_row_sum_kernel(amp_mat x, amp_k_gradient out) {
     for (int64_t row = (int64_t)blockIdx.x * 8 + threadIdx.x / 32; row < x.rows; row += (int64_t)gridDim.x * 8) {
         double total = 0;
@@ -4529,7 +4563,7 @@ amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_grad
     return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
 }
 
-/* The sums that no epilogue computed. */
+/* Computes the sums that no epilogue computed. */
 amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
     const amp_k_gradient &out = g.row_sum;
     void *a = const_cast<void *>(g.a);
@@ -4546,26 +4580,27 @@ amp_result ampc_gemm_sums(ampc_device *dev, const amp_k_gemm &g, void *stream) {
    c^T = op(b)^T op(a)^T.  Its A is therefore b, and its B is a.  Its rows are our columns, and a vector along its rows
    is a bias. */
 
-/* Everything that a product's plan depends on; keys are compared byte by byte, so there is no padding. */
+/* Everything that a product's plan depends on.  Keys are compared byte by byte, so there is no padding. */
 struct ampc_product_key {
     int64_t m, n, k, batch, lda, ldb, ldc, ld_aux, stride_a, stride_b, stride_c;
     int32_t compute, c_dtype, trans_a, trans_b, epilogue;
     int32_t adds;                   /* 1: beta is not 0 */
-    uint8_t align[8];               /* of a, b, c, bias, aux: log2 of their alignment, 8 at most */
+    uint8_t align[8];               /* log2 of the alignment of a, b, c, bias, aux, 8 at most */
 };
-/* A call's plan has the first way in place of the epilogue, and how operands and vectors are stored; a product's plan
-   has zeros. */
+/* The key of a call's plan has the first way in place of the epilogue, and `around` says how operands and vectors are
+   stored.  In the key of a product's plan, `around` is zeros. */
 struct ampc_plan_key : ampc_product_key { uint8_t around[16]; };
 static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 
-/* Ways to do a call; the first that cuBLASLt accepts is used. */
+/* Ways to do a call, of which the first that cuBLASLt accepts is used. */
 enum ampc_way {
     AMPC_FUSED,      /* the product with its whole epilogue, in cuBLASLt */
     AMPC_SUMS_APART, /* the same, but kernels compute sums over rows or columns */
     AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if possible), and a map for the rest */
     AMPC_UNITS       /* the kernel of the fp32 units */
 };
-/* Steps, in order of execution.  ADD_SUM: the epilogue sums into scratch memory. */
+/* The steps of a call, in order of execution.  With AMPC_ADD_SUM, the epilogue sums into scratch memory, and a kernel
+   then takes the sums to the gradient. */
 enum {
     AMPC_CAST_A = 1,
     AMPC_CAST_B = 2,
@@ -4577,13 +4612,14 @@ enum {
     AMPC_SUMS = 128
 };
 
-/* A call's plan has steps; a product's in cuBLASLt has the rest.  Calls work on copies, which share the layouts. */
+/* A call's plan has steps.  The plan of a product in cuBLASLt has the other fields.  Calls work on copies, which share
+   the layouts. */
 struct ampc_plan {
     ampc_plan_key key;
     ampc_plan *next;
     ampc_way way;
     int steps;
-    ampc_plan *product;             /* of AMPC_MATMUL; a product's own plan: itself */
+    ampc_plan *product;             /* of AMPC_MATMUL; in a product's plan, the plan itself */
     cublasLtMatrixLayout_t a, b, c; /* of our a, b and c; NULL: from a file and not used yet */
     cublasLtMatmulAlgo_t algo;
     size_t workspace;               /* bytes */
@@ -4602,7 +4638,7 @@ const char *ampc_blas_hint(cublasStatus_t status) {
     }
 }
 
-/* AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
+/* Returns AMP_OK, or a failure that names the call, its shape (g may be NULL), the status and what to do. */
 amp_result ampc_blas_check(ampc_device *dev, cublasStatus_t status, const char *call, const amp_k_gemm *g) {
     char text[512], shape[160] = "";
     cudaError_t error;
@@ -4652,7 +4688,7 @@ cudaDataType ampc_blas_type(amp_dtype dtype) {
     }
 }
 
-/* Part of a key: a compute dtype, and for FP8 every attribute of the operands that cuBLASLt gets. */
+/* The part of a key that is the compute dtype and, for FP8, every attribute of the operands that cuBLASLt gets. */
 int32_t ampc_compute_key(const amp_k_gemm &g) {
     if (g.compute != AMP_FP8) return g.compute;
     int32_t key = g.compute | g.fp8[0]->scaling << 8;
@@ -4664,15 +4700,16 @@ int ampc_align_class(const void *p, int64_t stride_bytes = 0) {
     return __builtin_ctzll((uint64_t)(uintptr_t)p | (uint64_t)stride_bytes | 256);
 }
 
-/* Whether an epilogue can sum into this gradient: it overwrites, in c's dtype; sums to be added or rounded otherwise
-   need fp32. */
+/* Whether an epilogue can sum into this gradient.  An epilogue overwrites, in c's dtype.  Sums that are to be added or
+   rounded otherwise need fp32. */
 bool ampc_epilogue_sums(const amp_k_gemm &g, const amp_k_gradient &sum) {
     return g.c_dtype == AMP_F32 || (sum.dtype == g.c_dtype && !sum.add);
 }
 
-/* The epilogue of cuBLASLt that does all of g, or -1.  Its activations also apply to beta c, have only GELU's tanh
-   form, in an approximation good enough for 16 bits, and save only the signs of RELU's input; aux must be like c,
-   16-byte aligned, with rows a multiple of 8 apart (cublasLt.h, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
+/* The epilogue of cuBLASLt that does all of g, or -1.  The activations of epilogues also apply to beta c.  Of GELU they
+   have only the tanh form, in an approximation that is good enough for 16 bits.  They save only the signs of RELU's
+   input.  aux must be like c, 16-byte aligned, with rows a multiple of 8 apart (cublasLt.h,
+   CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD). */
 int ampc_gemm_epilogue(const amp_k_gemm &g) {
     amp_dtype in = ampc_operand_dtype(g.compute);
     bool column = g.column_sum.data != NULL, row = g.row_sum.data != NULL,
@@ -4693,8 +4730,8 @@ int ampc_gemm_epilogue(const amp_k_gemm &g) {
     return g.bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
 }
 
-/* The gradient that an epilogue sums into; then its vector: that gradient, scratch memory for it, or a bias.  NULL:
-   none. */
+/* ampc_epilogue_sum is the gradient that an epilogue sums into.  ampc_epilogue_vector is the epilogue's vector, which
+   is that gradient, scratch memory for it, or a bias.  NULL means that there is none. */
 const amp_k_gradient *ampc_epilogue_sum(const amp_k_gemm &g) {
     return g.row_sum.data ? &g.row_sum : g.column_sum.data ? &g.column_sum : NULL;
 }
@@ -4754,14 +4791,14 @@ enum { AMPC_FP8_TILE = 128, AMPC_FP8_THREADS = 512, AMPC_FP8_MX = 32, AMPC_FP8_H
 
 struct ampc_fp8_head {
     float inverse;                  /* undoes the scale of a tensor; 1 with scales of blocks */
-    uint32_t amax, blocks;          /* the largest magnitude, as bits; of the kernel: that have added theirs */
+    uint32_t amax, blocks;          /* amax: the largest magnitude, as bits; blocks: how many have added theirs */
 };
 __host__ __device__ inline bool ampc_fp8_in_blocks(const amp_k_fp8 &how) {
     return how.scaling == AMP_FP8_BLOCK || how.scaling == AMP_FP8_MX;
 }
 
 struct ampc_fp8_place {
-    int64_t outer, k, blocks;       /* filled up; scales along k */
+    int64_t outer, k, blocks;       /* outer and k are filled up; blocks: scales along k */
     size_t head, scales, bytes;     /* offsets */
 };
 
@@ -4781,7 +4818,8 @@ ampc_fp8_place ampc_fp8_place_of(int64_t outer, int64_t k, const amp_k_fp8 &how)
     return p;
 }
 
-/* What cuBLASLt multiplies operand a or b of a product by; k is filled up, and so are sizes with scales of blocks. */
+/* The scales by which cuBLASLt multiplies operand a or b of a product.  k is filled up, and with scales of blocks the
+   other sizes are too. */
 const void *ampc_fp8_scales(const amp_k_gemm &g, int b) {
     const ampc_fp8_place p = ampc_fp8_place_of(b ? g.n : g.m, g.k, *g.fp8[b]);
     return (const char *)(b ? g.b : g.a) + (ampc_fp8_in_blocks(*g.fp8[b]) ? p.scales : p.head);
@@ -4794,7 +4832,7 @@ int32_t ampc_fp8_mode(const amp_k_fp8 &how) {
 }
 #endif
 
-/* Each call makes its own description, which holds addresses: threads share plans. */
+/* Each call makes a new description, because it holds addresses, and threads share plans. */
 cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_plan &plan, const amp_k_gemm &g) {
     cublasComputeType_t compute = g.compute == AMP_TF32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
     cublasOperation_t of_b = g.trans_b ? CUBLAS_OP_T : CUBLAS_OP_N, of_a = g.trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
@@ -4811,7 +4849,7 @@ cublasStatus_t ampc_describe_product(cublasLtMatmulDesc_t product, const ampc_pl
     if (vector != NULL) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, &vector, sizeof vector);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &ld, sizeof ld);
     if (g.pre != NULL) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &g.pre, sizeof g.pre);
-    for (int i = 0; i < 2 && g.compute == AMP_FP8; i++) {      /* its A is our b */
+    for (int i = 0; i < 2 && g.compute == AMP_FP8; i++) {      /* cuBLASLt's A is our b */
         const void *scale = ampc_fp8_scales(g, 1 - i);
         set(i ? CUBLASLT_MATMUL_DESC_B_SCALE_POINTER : CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &scale, sizeof scale);
 #if CUBLAS_VERSION >= 120900
@@ -4833,7 +4871,7 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
+/* Asks cuBLASLt for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
@@ -4878,9 +4916,9 @@ amp_result ampc_plan_describe(ampc_device *dev, amp_k_gemm g, ampc_plan *plan) {
     return ampc_blas_check(dev, status, "describing a matrix to cublasLt", &g);
 }
 
-/* Takes the algorithm from a file, if it can still run, or else the heuristic's first.  Then nothing is measured, so
-   that every run gives the same bits: sums over k, which many versions refuse or have slow kernels for, are taken
-   apart. */
+/* Takes the algorithm from a file if it can still run, and otherwise the heuristic's first one.  In the latter case
+   nothing is measured, so that every run gives the same bits.  Sums over k are then taken apart, because many versions
+   of cuBLASLt refuse them or have slow kernels for them. */
 amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan) {
     cublasLtMatmulHeuristicResult_t found;
     cublasLtMatmulDescOpaque_t product;
@@ -4912,14 +4950,14 @@ amp_result ampc_plan_choose(ampc_device *dev, const amp_k_gemm &g, ampc_plan *pl
     return ampc_blas_check(dev, status, "cublasLtMatmulAlgoGetHeuristic", &g);
 }
 
-/* The plan with this key, or NULL.  Called with the lock of the plans held. */
+/* The plan with this key, or NULL.  The lock of the plans must be held. */
 ampc_plan *ampc_plan_find(ampc_device *dev, const ampc_plan_key &key) {
     ampc_plan *plan = *ampc_plan_slot(dev, key);
     while (plan != NULL && memcmp(&plan->key, &key, sizeof key) != 0) plan = plan->next;
     return plan;
 }
 
-/* Copies the plan with this key and its product's plan; false: there is none. */
+/* Copies the plan with this key and its product's plan.  Returns false if there is none. */
 bool ampc_plan_look(ampc_device *dev, const ampc_plan_key &key, ampc_plan *out, ampc_plan *product) {
     ampc_locked locked(&dev->blas.lock);
     const ampc_plan *plan = ampc_plan_find(dev, key);
@@ -4938,7 +4976,7 @@ amp_result ampc_plan_new(ampc_device *dev, const ampc_plan_key &key, ampc_plan *
     return AMP_OK;
 }
 
-/* Keeps a plan, in place of one that came from a file or has outdated steps; frees it if another thread was faster. */
+/* Keeps a plan, in place of one that came from a file or has outdated steps.  Frees it if another thread was faster. */
 void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     bool known;
     {
@@ -4952,7 +4990,7 @@ void ampc_plan_keep(ampc_device *dev, ampc_plan *plan) {
     if (known) ampc_plan_free(dev, plan);
 }
 
-/* The current plan of a product with this epilogue. */
+/* Copies the current plan of a product with this epilogue, and makes it first if there is none. */
 amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, ampc_plan *out) {
     ampc_plan_key key = ampc_plan_key_of(g, epilogue);
     bool known = ampc_plan_look(dev, key, out, out);
@@ -4977,7 +5015,7 @@ amp_result ampc_plan_get(ampc_device *dev, const amp_k_gemm &g, int epilogue, am
     return AMP_OK;
 }
 
-/* The product of a plan.  *done 0: cuBLASLt declines after all. */
+/* Runs the product of a plan.  *done is set to false if cuBLASLt declines after all. */
 amp_result ampc_plan_run(ampc_device *dev, const ampc_plan &plan, const amp_k_gemm &g, void *stream, bool *done) {
     ampc_scratch workspace(dev, stream);
     cublasLtMatmulDescOpaque_t product;
@@ -5028,7 +5066,8 @@ bool ampc_is_captured(const ampc_device *dev, void *stream) {
 
 /* ---- One call.  The planner lists its steps once for all calls that are alike. */
 
-/* Whether cuBLASLt can do a product at all: it counts in 32 bits, and alpha 0 reads neither a nor b, as in BLAS. */
+/* Whether cuBLASLt can do a product at all.  It counts in 32 bits.  If alpha is 0, neither a nor b may be read, as in
+   BLAS. */
 bool ampc_gemm_for_library(const amp_k_gemm &g) {
     int64_t most = g.m, least = g.m;
     for (int64_t size : {g.n, g.k, g.batch, g.lda, g.ldb, g.ldc, g.ld_pre}) most = size > most ? size : most;
@@ -5036,7 +5075,7 @@ bool ampc_gemm_for_library(const amp_k_gemm &g) {
     return most <= INT32_MAX && least > 0 && ampi_is_set(g.alpha);
 }
 
-/* Unused strides become those of a packed matrix. */
+/* Removes what a call does not use.  Unused strides become those of a packed matrix. */
 void ampc_gemm_tidy(amp_k_gemm *g) {
     if ((g->trans_a ? g->k : g->m) == 1) g->lda = g->trans_a ? g->m : g->k;
     if ((g->trans_b ? g->n : g->k) == 1) g->ldb = g->trans_b ? g->k : g->n;
@@ -5047,10 +5086,11 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
     if (!ampi_is_set(g->alpha)) g->k = 0;
 }
 
-/* Stands for scratch memory in a plan, to which only its alignment matters. */
+/* Stands for scratch memory in a plan, where only the alignment of that memory matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
-/* Whether a map computes c from a plain product; and that product, in c itself if possible, else in scratch memory. */
+/* ampc_way_maps is whether a map computes c from a plain product.  ampc_way_product is the product of a way.  A plain
+   product is in c itself if possible, and otherwise in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
     return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
 }
@@ -5063,8 +5103,9 @@ amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     return p;
 }
 
-/* The steps of a way; 0: there is no such way.  product: after the operands' casts.  Vectors must be in c's dtype and
-   16-byte aligned: others, and sums to be added, go through scratch memory. */
+/* The steps of a way, or 0 if there is no such way to do the call.  *product is set to the product after the operands'
+   casts.  Vectors must be in c's dtype and 16-byte aligned.  Other vectors, and sums that are to be added, go through
+   scratch memory. */
 int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     const amp_dtype in = ampc_operand_dtype(args.compute);
     const amp_k_gradient *sum = ampc_epilogue_sum(args);
@@ -5088,7 +5129,7 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     return steps | (ampc_way_maps(g, way) ? AMPC_MAP : 0) | (sum != NULL && !fused ? AMPC_SUMS : 0);
 }
 
-/* The product as the plan sees it: a vector that goes through scratch memory has that memory's alignment. */
+/* The product as the plan sees it.  A vector that goes through scratch memory has that memory's alignment. */
 amp_k_gemm ampc_way_told(const amp_k_gemm &product, int steps) {
     amp_k_gemm told = product;
     if (steps & (AMPC_CAST_BIAS | AMPC_ADD_SUM)) told.bias = ampc_scratch_place();
@@ -5100,8 +5141,8 @@ bool ampc_bias_copied(const amp_k_gemm &g) {
     return g.bias != NULL && g.bias_copy != NULL && (uintptr_t)g.bias_copy % AMPC_ALIGN == 0;
 }
 
-/* Takes the steps after the operands' casts; plan: the product's.  *done 0: cuBLASLt declines after all, and nothing is
-   written. */
+/* Takes the steps after the operands' casts.  `plan` is the product's plan.  *done is set to false if cuBLASLt declines
+   after all, and nothing is written then. */
 amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, int steps, const ampc_plan &plan,
                          void *stream, bool *done) {
     ampc_scratch vector(dev, stream), wide(dev, stream);
@@ -5132,7 +5173,8 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     return steps & AMPC_SUMS ? ampc_gemm_sums(dev, g, stream) : AMP_OK;
 }
 
-/* The planner: finds the first way from `first` on that works.  Until all is measured, the next call plans again. */
+/* The planner finds the first way from `first` on that works.  Until everything is measured, the next call plans
+   again. */
 amp_result ampc_gemm_plan(ampc_device *dev, const amp_k_gemm &g, ampc_way first, void *stream, ampc_plan *call,
                           ampc_plan *plan) {
     ampc_plan_key key = ampc_call_key_of(g, first);
@@ -5184,16 +5226,16 @@ struct ampc_fp8_job {
     amp_mat x;
     amp_k_fp8 how;
     uint8_t *out[2];                /* along x's rows; along its columns; NULL: not wanted */
-    int64_t outer[2], k[2];         /* of these, filled up */
+    int64_t outer[2], k[2];         /* their sizes, filled up */
     ampc_fp8_head *head[2];
     unsigned char *scales;          /* of blocks; `blocks` of them along k, rows of MX's tiles `stride` bytes apart */
     int64_t blocks, stride;
     int row_shift, col_shift, pitch;
 };
-/* MEASURE: only adds to amax in the heads. */
+/* AMPC_FP8_MEASURE only adds to amax in the heads. */
 enum ampc_fp8_kind { AMPC_FP8_MEASURE, AMPC_FP8_TENSOR, AMPC_FP8_BLOCKS };
 
-/* 8 neighbours of a row, 0 beyond the matrix. */
+/* Reads 8 neighbours of a row, which are 0 beyond the matrix. */
 template <int W>
 __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int64_t col, float (&v)[8]) {
     AMPC_UNROLL
@@ -5204,7 +5246,8 @@ __device__ __forceinline__ void ampc_fp8_read(const amp_mat &x, int64_t row, int
 
 __device__ __forceinline__ uint32_t ampc_magnitude(float x) { return ampi_bits_f32(x) & 0x7fffffffu; }
 
-/* One number, any: finite ones saturate, others keep their kind, and infinities their sign.  A scale may be NaN. */
+/* Rounds one number of any kind.  Finite numbers saturate.  NaN stays NaN, and infinities keep their sign.  E4M3 has no
+   infinity, so they become NaN there.  A scale may be NaN. */
 __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool e5m2) {
     const bool finite = ampc_finite(x);
     const uint32_t bits = !finite ? ampi_bits_f32(x) : (scaled & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : scaled;
@@ -5213,7 +5256,8 @@ __device__ __forceinline__ uint32_t ampc_fp8_one(float x, uint32_t scaled, bool 
 
 struct ampc_fp8_counts { int saturated, underflowed, nonfinite; };
 
-/* Four numbers times their scales, rounded and counted. */
+/* Multiplies four numbers by their scales and rounds the results.  Counts those that saturate, underflow or are not
+   finite. */
 __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *scale, bool e5m2, ampc_fp8_counts &n) {
     const uint32_t beyond = e5m2 ? 0x47700000u : 0x43e80001u;       /* rounds to more than the largest number */
     uint32_t scaled[4], four = 0;
@@ -5240,7 +5284,8 @@ __device__ __forceinline__ uint32_t ampc_fp8_four(const float *x, const float *s
     return four;
 }
 
-/* A block's scale from its amax, as bits; leaves what undoes it where cuBLASLt looks.  outer, block: of the operand. */
+/* Computes a block's scale from its amax, as bits.  Stores the factor that undoes the scale where cuBLASLt reads it.
+   `outer` and `block` are positions in the operand. */
 __device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, int64_t all, uint32_t amax,
                                                          int64_t outer, int64_t block) {
     if (j.how.scaling == AMP_FP8_MX) {
@@ -5255,16 +5300,16 @@ __device__ __forceinline__ uint32_t ampc_fp8_scale_block(const ampc_fp8_job &j, 
     return scale;
 }
 
-/* The largest magnitudes of a tile's blocks into `most`, then their scales, as bits. */
+/* Finds the largest magnitudes of a tile's blocks in `most`, and then replaces them by the blocks' scales, as bits. */
 __device__ __forceinline__ void ampc_fp8_blocks(const ampc_fp8_job &j, const float (&v)[4][8], int64_t row0,
                                                 int64_t col0, uint32_t *most) {
     const unsigned t = threadIdx.x, row = t / 16 * 4, col = t % 16 * 8, pitch = (unsigned)j.pitch;
     const int count = (128 >> j.row_shift) * j.pitch;
-    const bool columns = j.out[0] == NULL;      /* k lies along them */
+    const bool columns = j.out[0] == NULL;      /* k lies along the columns */
     uint32_t whole = 0;
     if ((int)t < count) most[t] = 0;
     __syncthreads();
-    if (j.col_shift == 0) {         /* columns with scales of their own; the warp's other half has the next rows */
+    if (j.col_shift == 0) {         /* each column has a separate scale; the warp's other half has the next rows */
         AMPC_UNROLL
         for (int c = 0; c < 8; c++) {
             uint32_t m = 0;
@@ -5297,7 +5342,7 @@ __device__ __forceinline__ void ampc_fp8_blocks(const ampc_fp8_job &j, const flo
     __syncthreads();
 }
 
-/* A tile's bytes, transposed in shared memory, to their columns. */
+/* Transposes a tile's bytes in shared memory, and writes them along its columns. */
 __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint32_t (&q)[4][2], int64_t row0,
                                                int64_t col0, uint32_t *turned) {
     const unsigned t = threadIdx.x;
@@ -5317,7 +5362,7 @@ __device__ __forceinline__ void ampc_fp8_leave(const ampc_fp8_job &j, const uint
     }
 }
 
-/* The scale of a tensor: by its history, or by its current amax if it has none. */
+/* The scale of a tensor, by its history, or by its current amax if it has none. */
 __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     const bool delayed = j.how.scaling == AMP_FP8_DELAYED;
     if (delayed && j.how.slot->scale > 0.0f) return j.how.slot->scale;
@@ -5325,7 +5370,8 @@ __device__ __forceinline__ float ampc_fp8_tensor_scale(const ampc_fp8_job &j) {
     return ampi_fp8_margin_scale(head->amax, j.how.dtype, delayed ? j.how.margin : 0);
 }
 
-/* A block's largest magnitude for the history; the last block adds the tensor's, if it is finite. */
+/* Adds a block's largest magnitude to the tensor's.  The last block adds the tensor's largest magnitude to the history,
+   if it is finite. */
 __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_t amax) {
     ampc_fp8_head *head = j.head[0] ? j.head[0] : j.head[1];
     atomicMax(&head->amax, amax);
@@ -5335,7 +5381,7 @@ __device__ __forceinline__ void ampc_fp8_remember(const ampc_fp8_job &j, uint32_
     if (amax < 0x7f800000u) atomicMax(j.how.amax, amax);
 }
 
-/* Casts, transposes and takes amax in one pass: a block's tile is 128 x 128, a thread's 4 x 8 of it. */
+/* Casts, transposes and takes amax in one pass.  A block has a tile of 128 x 128, and a thread 4 x 8 of it. */
 template <int W, ampc_fp8_kind KIND>
 __global__ void __launch_bounds__(AMPC_FP8_THREADS, KIND == AMPC_FP8_MEASURE ? 2 : 1)
 ampc_fp8_kernel(ampc_fp8_job j, ampc_divisor across, int64_t tiles) {
@@ -5418,9 +5464,9 @@ template <ampc_fp8_kind KIND> amp_result ampc_fp8_launch(ampc_device *dev, const
                        ampc_grid(dev, down * across, 2), AMPC_FP8_THREADS, 0, stream, j, across, down * across);
 }
 
-/* Rounds x to `rows`, whose k is along its rows, and to `columns`, whose k is along its columns; NULL: not wanted.
-   With scales of blocks one of them.  Blocks are read once, and so is x if its scale is delayed; its current scale is
-   known when all of x has been read, so that takes a second pass. */
+/* Rounds x to `rows`, with k along x's rows, and to `columns`, with k along x's columns.  NULL means that one is not
+   wanted.  With scales of blocks, only one of them may be wanted.  Blocks are read once, and so is x if its scale is
+   delayed.  A current scale is known only when all of x has been read, so it takes a second pass. */
 amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat &x, void *rows, void *columns,
                           void *stream) {
     void *const to[2] = {rows, columns};
@@ -5442,7 +5488,8 @@ amp_result ampc_fp8_round(ampc_device *dev, const amp_k_fp8 &how, const amp_mat 
     return ampc_fp8_launch<AMPC_FP8_TENSOR>(dev, j, stream);
 }
 
-/* An operand's numbers as bf16, with the scales of blocks undone, and of a tensor's what the factor cannot hold. */
+/* Writes an operand's numbers as bf16.  Scales of blocks are undone.  Of a tensor's scale, only the part that the
+   factor cannot hold is undone. */
 __global__ void __launch_bounds__(256)
 ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k_fp8 how, ampc_divisor by_k,
                       int64_t total) {
@@ -5469,19 +5516,20 @@ ampc_fp8_widen_kernel(const uint8_t *from, uint16_t *to, ampc_fp8_place p, amp_k
     }
 }
 
-/* What undoes an operand's scale, but for what its copy in bf16 has. */
+/* The factor that undoes an operand's scale, without the part that is undone in its copy in bf16. */
 __device__ __forceinline__ double ampc_fp8_undo(const void *head) {
     const float inverse = ((const ampc_fp8_head *)head)->inverse;
     return ampc_mul((double)inverse, (double)ampi_power_of_2(-ampi_fp8_spread(inverse)));
 }
-/* What a product of tensors in bf16 is multiplied by, as on the CPU. */
+/* Computes the factor by which a product of tensors in bf16 is multiplied, in the same way as on the CPU. */
 __global__ void ampc_fp8_factor_kernel(float alpha, const void *head_a, const void *head_b, float *factor) {
     *factor = (float)ampc_mul(ampc_mul((double)alpha, ampc_fp8_undo(head_a)), ampc_fp8_undo(head_b));
 }
 
-/* The product of rounded operands in cuBLASLt: g has them, and c; *done 0: it declines.  Its vectors are like c.  It
-   multiplies by both scales in fp32.  Where their product is beyond that, c is infinite or NaN, so a scaler skips the
-   step; where it is below 2^-126, each of c's numbers is off by k 2^-108 at most. */
+/* Multiplies rounded operands in cuBLASLt.  g has the operands and c.  *done is set to false if cuBLASLt declines.
+   Vectors are in c's dtype.  cuBLASLt multiplies by both scales in fp32.  Where the scales' product is too large for
+   fp32, c is infinite or NaN, so a scaler skips the step.  Where it is below 2^-126, each of c's numbers is off by k
+   2^-108 at most. */
 amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *stream, bool *done) {
     ampc_scratch vector(dev, stream);
     const bool cast = g.bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias));
@@ -5499,7 +5547,8 @@ amp_result ampc_fp8_library(ampc_device *dev, amp_k_gemm g, int epilogue, void *
     return AMP_OK;
 }
 
-/* The same in bf16, into g.c, which is fp32; *factor: by which it must be multiplied. */
+/* Does the same in bf16, into g.c, which is fp32.  `factor` is set to the number by which the result must be
+   multiplied. */
 amp_result ampc_fp8_emulated(ampc_device *dev, const amp_k_gemm &g, ampc_scratch &factor, void *stream) {
     ampc_scratch wide(dev, stream);
     const ampc_fp8_place a = ampc_fp8_place_of(g.m, g.k, *g.fp8[0]), b = ampc_fp8_place_of(g.n, g.k, *g.fp8[1]);
@@ -5528,14 +5577,14 @@ bool ampc_fp8_has(const ampc_device *dev, const amp_k_gemm &g) {
     }
 }
 
-/* Whether cuBLASLt can write c itself: its columns are 16 bytes long and apart, and with blocks of scales nothing is
-   filled up. */
+/* Whether cuBLASLt can write c itself.  c must be aligned to 16 bytes, and the length of its rows and their distance
+   must be multiples of 16 bytes.  With AMP_FP8_BLOCK, m and n must not have been filled up. */
 bool ampc_fp8_direct(const amp_k_gemm &g) {
     const bool blocks = g.fp8[0]->scaling == AMP_FP8_BLOCK;
     return ampc_aligned(g.c, (g.n | g.ldc) * ampc_dtype_size(g.c_dtype)) && (!blocks || (g.m | g.n) % 16 == 0);
 }
-/* The epilogue that does all of g, or -1.  No document names one for FP8 that writes aux matrices, nor any with scales
-   of blocks; the bias of an fp32 result would be bf16. */
+/* The epilogue that does all of g, or -1.  No document names an epilogue for FP8 that writes aux matrices, nor any with
+   scales of blocks.  The bias of an fp32 result would be bf16. */
 int ampc_fp8_epilogue(amp_k_gemm g) {
     if (g.act == AMP_ACT_NONE && g.pre == NULL && g.bias == NULL) return CUBLASLT_EPILOGUE_DEFAULT;
     if (ampc_fp8_in_blocks(*g.fp8[0]) || g.pre != NULL || g.c_dtype == AMP_F32) return -1;
@@ -5543,7 +5592,7 @@ int ampc_fp8_epilogue(amp_k_gemm g) {
     return ampc_gemm_epilogue(g);
 }
 
-/* The product of operands that are rounded, p, which has g's sizes, alpha, beta and c. */
+/* Does the call g.  `p` has its operands, rounded, and g's sizes, alpha, beta and c. */
 amp_result ampc_fp8_product(ampc_device *dev, const amp_k_gemm &g, amp_k_gemm p, void *stream) {
     ampc_scratch wide(dev, stream), factor(dev, stream);
     bool native = ampc_fp8_has(dev, g) && ampc_gemm_for_library(p), done = false;
@@ -5564,8 +5613,8 @@ bool ampc_fp8_is_rounded(amp_dtype dtype) { return dtype == AMP_E4M3 || dtype ==
 /* Whether an operand's k lies along its rows. */
 bool ampc_fp8_along(const amp_k_gemm &g, int b) { return b ? g.trans_b != 0 : g.trans_a == 0; }
 
-/* Rounds operand a or b, unless gemm_pack or the product before did; if both products of a pair take it, in both
-   directions. */
+/* Rounds operand a or b, unless gemm_pack or the previous product did.  If both products of a pair take the operand, it
+   is rounded in both directions. */
 amp_result ampc_fp8_operand(ampc_device *dev, const amp_k_gemm &g, int b, ampc_scratch &own, const void **out,
                             void *stream) {
     amp_k_gemm stored = g;
@@ -5606,8 +5655,8 @@ amp_result ampc_fp8_update(void *device, const amp_k_fp8_update *args, void *str
                        64, 0, stream, *args);
 }
 
-/* If two products read an operand in both directions, the first rounds it for both; scales of blocks differ with the
-   direction. */
+/* If two products read an operand in both directions, the first product rounds it for both.  Scales of blocks differ
+   with the direction, so such operands are not shared. */
 amp_result ampc_fp8_reserve(ampc_device *dev, amp_k_gemm *args) {
     ampc_scratch scratch(dev, NULL);
     for (int i = 0; i < 4 && scratch.data == NULL; i++) {
@@ -5636,7 +5685,7 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
-/* If two products read an operand that must be cast, the first casts it for both. */
+/* If two products read an operand that must be cast, the first product casts it for both. */
 amp_result ampc_gemm_reserve(void *device, amp_k_gemm *args, int64_t n) {
     ampc_device *dev = (ampc_device *)device;
     amp_dtype in = ampc_operand_dtype(args->compute);
@@ -5673,15 +5722,15 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
-/* The buffers of a product, `sets` times, so that the next run does not read from the cache; the last set holds the
-   correct results. */
+/* The buffers of a product.  There are `sets` of them, so that the next run does not read from the cache.  The last set
+   holds the correct results. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
-    amp_k_gemm g;                   /* the caller's */
+    amp_k_gemm g;                   /* the caller's product */
     ampc_plan *plan;
-    size_t bytes;                   /* of one set */
-    int sets, timed;                /* timed: the sets that runs alternate between */
+    size_t bytes;                   /* bytes of one set */
+    int sets, timed;                /* timed: how many sets the runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
@@ -5692,7 +5741,8 @@ struct ampc_tuning {
 int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
-/* The product on set i: consecutive buffers, each aligned as the caller's; *bytes: their total. */
+/* The product on set i.  Its buffers are consecutive, and each is aligned as the caller's is.  *bytes is set to their
+   total. */
 amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     amp_k_gemm g = t->g;
     uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
@@ -5712,7 +5762,7 @@ amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
     return g;
 }
 
-/* Whole numbers from -2 to 2, or ones. */
+/* Fills an array with whole numbers from -2 to 2, or with ones. */
 __global__ void __launch_bounds__(256)
     ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -5738,7 +5788,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
     ampc_count(wrong, found, scratch);
 }
 
-/* Inputs of a set; c is 0, so that beta changes nothing. */
+/* Fills the inputs of a set.  c is 0, so that beta changes nothing. */
 amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     amp_k_gemm g = ampc_tune_set(t, i);
     const struct { const void *p; int64_t n; amp_dtype dtype; } inputs[] = {
@@ -5753,7 +5803,7 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* right: sets of correct results */
+/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing. */
 amp_result ampc_tune_open(ampc_tuning *t) {
     int64_t sets;
     (void)ampc_tune_set(t, 0, &t->bytes);
@@ -5771,13 +5821,14 @@ amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs 
     return g;
 }
 
-/* The product with its epilogue, by the measured plan. */
+/* Runs the product with its epilogue, by the measured plan. */
 amp_result ampc_tune_trial(const ampc_tuning *t, const amp_k_gemm &g, bool *done) {
     amp_k_gemm product;
     return ampc_gemm_run(t->dev, g, AMPC_FUSED, ampc_way_steps(g, AMPC_FUSED, &product), *t->plan, t->stream, done);
 }
 
-/* Adds to *wrong the differences between the outputs of sets i and j.  cuBLASLt approximates GELU. */
+/* Adds to *wrong the number of outputs that differ between sets i and j.  GELU's may differ a little, because cuBLASLt
+   approximates it. */
 amp_result ampc_tune_compare(const ampc_tuning *t, int i, int j, int ones, unsigned long long *wrong) {
     amp_k_gemm x = ampc_tune_set(t, i), y = ampc_tune_set(t, j);
     const amp_k_gradient *xs = ampc_epilogue_sum(x), *ys = ampc_epilogue_sum(y);
@@ -5811,7 +5862,7 @@ void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &foun
     plan->refused = 0;
 }
 
-/* *right false: the result of the plan's algorithm differs from the last set's. */
+/* Sets *right to false if the result of the plan's algorithm differs from the last set's. */
 amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     ampc_scratch count(t->dev, t->stream);
     unsigned long long wrong = 0;
@@ -5827,7 +5878,7 @@ amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
     return AMP_OK;
 }
 
-/* Finds the correct algorithms, on ones and on other numbers. */
+/* Finds the algorithms that are correct, both on ones and on other numbers. */
 amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
         all->right[i] =
@@ -5849,8 +5900,8 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* The time of `products` in a row, the first on set i.  The stream is kept busy until all are queued: the host takes
-   longer to launch a small product than the GPU to run it. */
+/* Measures the time of `products` products in a row, the first on set i.  The stream is kept busy until all are queued,
+   because the CPU takes longer to launch a small product than the GPU takes to run it. */
 amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
     bool done = false;
     AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream,
@@ -5874,7 +5925,7 @@ amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
         double one = 0;
         int at = i;
         AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
-        if (i < 0 && one > 1e-3) products = 1;  /* long enough alone */
+        if (i < 0 && one > 1e-3) products = 1;  /* one is long enough */
         if (i < 0) continue;
         one /= products;
         for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
@@ -5895,7 +5946,8 @@ void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char
 /* An algorithm must take less than this share of the first one's time to replace it. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Times the correct algorithms: *best is the fastest, or 0 if it gains little; -1: none is correct. */
+/* Times the correct algorithms.  *best is set to the fastest one, to 0 if the fastest gains little over the first, or
+   to -1 if none is correct. */
 amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
     char what[96];
     *best = -1;
@@ -5915,7 +5967,7 @@ amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int 
     return AMP_OK;
 }
 
-/* Leaves the best choice in the plan; refused if no algorithm is correct. */
+/* Leaves the best choice in the plan.  The plan is refused if no algorithm is correct. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
@@ -5947,13 +5999,13 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
     return AMP_OK;
 }
 
-/* Measures a plan; without enough memory it stays as it was.  The memory goes back to CUDA: it may be much.
-   plan: the caller's copy, which others see once it is measured. */
+/* Measures a plan.  Without enough memory the plan stays as it was.  The memory goes back to CUDA afterwards, because
+   it may be much.  `plan` is the caller's copy; other threads see its findings once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
     ampc_relaxed relaxed;
-    /* a set has its own bias, in the dtype of the copy if steady steps have one */
+    /* each set has a separate bias, in the dtype of the copy if steady steps have one */
     amp_k_gemm alone = g;
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
@@ -6028,7 +6080,7 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     return bytes;
 }
 
-/* NULL, or why these bytes cannot be used. */
+/* Returns NULL, or why these bytes cannot be used. */
 const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
     ampc_plans_head own = ampc_plans_head_of(dev);
     if (head.format != own.format || head.entry != own.entry) return "their format is of another version";
@@ -6068,7 +6120,7 @@ amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     return AMP_OK;
 }
 
-/* Matrices are used unpacked, but for FP8, where packing rounds them. */
+/* Matrices are used unpacked, except for FP8, where packing rounds them. */
 size_t ampc_gemm_pack_size(void *, const amp_k_pack *args) {
     return args->compute == AMP_FP8 ? ampc_fp8_place_of(args->n, args->k, *args->fp8).bytes : 0;
 }
@@ -6095,7 +6147,7 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *args, void *packed, vo
 
 #if AMPC_TENSOR_CORES
 
-/* c += a b: a is 16 x 16, b 16 x 8, each a fragment. */
+/* c += a b, where a is 16 x 16 and b is 16 x 8, each as a fragment. */
 template <bool BF16>
 __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(__CUDA_ARCH__)
@@ -6114,7 +6166,7 @@ __device__ __forceinline__ void ampc_mma(float (&c)[4], const uint32_t (&a)[4], 
 #endif
 }
 
-/* Four 8 x 8 matrices from shared memory; lane 8 i + j names row j of matrix i. */
+/* Loads four 8 x 8 matrices from shared memory.  Lane 8 i + j gives the address of row j of matrix i. */
 __device__ __forceinline__ void ampc_matrix_load(uint32_t (&r)[4], ampc_address row) {
 #if defined(__CUDA_ARCH__)
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -6143,8 +6195,8 @@ __device__ __forceinline__ ampc_address ampc_tile_on(ampc_address at, int by) {
     return (at ^ (ampc_address)((by & 7) << 4)) + (ampc_address)(by >> 3) * 128;
 }
 
-/* Starts to copy ROWS rows of `dim` numbers, `stride` bytes apart; numbers from dim on, and rows from `count` on,
-   become 0. */
+/* Starts to copy ROWS rows of `dim` numbers, which are `stride` bytes apart.  Numbers from dim on, and rows from
+   `count` on, become 0. */
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void *from, int64_t stride, int dim,
                                                 int count) {
@@ -6158,7 +6210,8 @@ __device__ __forceinline__ void ampc_tile_fetch(unsigned char *tile, const void 
         ampc_copy_async(tile + ampc_tile_at<D>(row, piece) + i * 2 * D, p, row + i < count);
 }
 
-/* 16 M rows of D numbers as left operands of products, held in registers (HELD) or loaded for each product. */
+/* 16 M rows of D numbers, which are left operands of products.  They are held in registers (HELD), or loaded for each
+   product. */
 template <int D, int M, bool HELD> struct ampc_tile_rows {
     uint32_t x[HELD ? D / 16 : 1][M][4];
     const unsigned char *rows;
@@ -6170,14 +6223,14 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
         AMPC_UNROLL
         for (int m = 0; m < M; m++) ampc_matrix_load(to[m], ampc_tile_on(from, 2 * k) + m * 32 * D);
     }
-    /* `tile` holds the rows; if not HELD, until the last product. */
+    /* `tile` holds the rows.  Without HELD, it must hold them until the last product. */
     __device__ __forceinline__ explicit ampc_tile_rows(const unsigned char *tile) : rows(tile) {
         AMPC_UNROLL
         for (int k = 0; k < (HELD ? D / 16 : 0); k++) load(x[k], at(tile), k);
     }
 };
 
-/* c = a b^T: a are 16 M rows, b 8 N rows of D numbers. */
+/* c = a b^T, where a has 16 M rows and b has 8 N rows of D numbers. */
 template <int D, bool BF16, int M, int N, bool HELD>
 __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a,
                                                  const unsigned char *b) {
@@ -6212,8 +6265,8 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
-/* c += w b: w are 16 M x 8 N weights in the layout of ampc_tile_scores, rounded to 16 bits; b are 8 N rows of D
-   numbers. */
+/* c += w b, where w is 16 M x 8 N weights in the layout of ampc_tile_scores, and b has 8 N rows of D numbers.  The
+   weights are rounded to 16 bits. */
 template <int D, bool BF16, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
                                                 const unsigned char *b) {
@@ -6242,8 +6295,8 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits and writes the first `dim` numbers of the first `count` rows;
-   scratch: the warp's part of a tile. */
+/* Rounds factor times 16 M rows of results to 16 bits, and writes the first `dim` numbers of the first `count` rows.
+   `scratch` is the warp's part of a tile. */
 template <int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2],
                                                 unsigned char *scratch, void *to, int64_t stride, int dim, int count) {
@@ -6283,27 +6336,28 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
    of dq.  Blocks that own keys compute dk and dv.  Blocks that own queries compute the weights again and dq.  That is 7
    products, where one pass that sums dq over blocks takes 5.  In return, no weight goes through memory. */
 
-/* From this size on, rounding a maximum in powers of 2 is no longer negligible: it is subtracted before the scores are
-   scaled. */
+/* From this size on, the rounding of a maximum in powers of 2 is no longer negligible.  Such a maximum is subtracted
+   before the scores are scaled. */
 #define AMPC_FLASH_STEEP 1048576.0f
 
-/* A row's maximum is followed when it has grown by more than this power of 2, which seldom happens after the first
-   tiles; until then weights may be above 1, and o and the sums need not shrink: FlashAttention-4's conditional
-   rescaling. */
+/* Weights follow a row's maximum only when it has grown by more than this power of 2.  That seldom happens after the
+   first tiles.  Until it happens, weights may be above 1, and o and the sums need not shrink.  This is
+   FlashAttention-4's conditional rescaling. */
 #define AMPC_FLASH_LAG 8.0f
 
 enum ampc_flash_pass { AMPC_FORWARD, AMPC_TO_QUERIES, AMPC_TO_KEYS };
 enum {
     AMPC_FLASH_OWN = 128,           /* rows of a block */
-    AMPC_FLASH_LONGEST = 1 << 28,   /* queries, keys */
+    AMPC_FLASH_LONGEST = 1 << 28,   /* the most queries, and the most keys */
     AMPC_FLASH_FAR = 1 << 29,       /* beyond any distance between a query and a key */
-    AMPC_SWEEP_BYTES = 512          /* at the end of a block's shared memory: its ampc_sweep */
+    AMPC_SWEEP_BYTES = 512          /* for a block's ampc_sweep, at the end of its shared memory */
 };
 __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 64 ? 64 : 128; }
-/* A pass for heads of D numbers: its threads, its blocks per multiprocessor, the rows of the other side's tile and how
-   many of them go through the products at a time, the own operands held in registers.  Each of four warps has 32 own
-   rows, each of eight 16.  A pass's sums take most of its registers: dk and dv leave no room for k and v.
-   Forward gains more from a third block, or from more columns, than from q in registers. */
+/* A pass for heads of D numbers.  `threads` are those of a block, and `blocks` those per multiprocessor.  `tile` is how
+   many rows a tile of the other side has, and `columns` is how many of them go through the products at a time.  `held`
+   is how many of the own operands are held in registers.  With four warps, each has 32 own rows, and with eight, each
+   has 16.  A pass's sums take most of its registers, and dk and dv leave no room for k and v.  Forward gains more from
+   a third block, or from more columns, than from q in registers. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
 __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
     if (pass == AMPC_FORWARD)
@@ -6325,7 +6379,7 @@ __host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pa
 /* A head and the rows of it that a block owns. */
 struct ampc_flash_place { int b, h, tile; };
 
-/* One operand; strides in bytes. */
+/* One operand, with strides in bytes. */
 struct ampc_flash_operand {
     char *data;
     int64_t batch, row, head;
@@ -6336,16 +6390,17 @@ struct ampc_flash_operand {
 #endif
 };
 
-/* An arbitrary mask as bits: bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
-   zeros to a multiple of 128 keys; strides in words. */
+/* An arbitrary mask as bits.  Bit j % 32 of word j / 32 of a row says whether key j is visible.  Rows are padded with
+   zeros to a multiple of 128 keys.  Strides are in words. */
 struct ampc_flash_bits {
-    uint32_t *data;                 /* NULL: another mask */
+    uint32_t *data;                 /* NULL: the mask is of another kind */
     int64_t batch, head, row;
 };
 
-/* One launch.  FORWARD: own q, others k, v, out o.  TO_QUERIES: own q, do, others k, v, out dq.  TO_KEYS: own k, v,
-   others q, do, out dk, dv.  Blocks are numbered so that `together` heads, whose operands fit the L2 cache, come in
-   sequence, beginning with the tiles that see most: the last queries, the first keys. */
+/* One launch.  In AMPC_FORWARD, own is q, others are k and v, and out is o.  In AMPC_TO_QUERIES, own are q and do,
+   others are k and v, and out is dq.  In AMPC_TO_KEYS, own are k and v, others are q and do, and out are dk and dv.
+   Blocks are numbered so that `together` heads, whose operands fit the L2 cache, come in sequence.  The sequence begins
+   with the tiles that see most, which are the last queries or the first keys. */
 struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
@@ -6361,31 +6416,33 @@ struct ampc_flash_call {
 
 #if AMPC_TENSOR_CORES
 
-/* The keys that query i sees: low(i) <= j < high(i), both growing with i, and j < first(i), in the query's document and
-   set in the bits. */
+/* The keys that query i sees.  They are those with low(i) <= j < high(i), where both bounds grow with i, and those with
+   j < first(i).  Of these, query i sees the keys in its document that are set in the bits. */
 struct ampc_band {
     int queries, length, floor, above, below, start, offset;
-    /* global positions; the same as queries, if the mask looks both ways; see first */
+    /* globals: global positions; global_queries: as many if the mask looks both ways, else 0; ahead: see
+       first_globals */
     int globals, global_queries, ahead;
-    bool special;                   /* there is more than low and high */
-    const int32_t *documents;       /* of the keys; NULL: one document */
+    bool special;                   /* low and high alone do not decide */
+    const int32_t *documents;       /* per key; NULL: one document */
     const uint32_t *bits;           /* of the head; NULL: all visible */
     int64_t words;                  /* of a row of bits */
     __device__ int low(int i) const { return min(length, max(i - below, 0)); }
     __device__ int high(int i) const { return i < start ? 0 : min(length, max(i + above, floor)); }
-    /* The global keys that query i may see, and all keys of a global query. */
+    /* first_globals is how many global keys query i may see.  For a global query, first is the number of all keys, and
+       for others it is first_globals. */
     __device__ int first_globals(int i) const { return i < start ? 0 : min(min(length, globals), max(i + ahead, 0)); }
     __device__ int first(int i) const {
         return (unsigned)(i + offset) < (unsigned)global_queries ? length : first_globals(i);
     }
-    /* The first query whose high, or whose low, is beyond key j; FAR: none. */
+    /* The first query whose high, or whose low, is beyond key j, or AMPC_FLASH_FAR if there is none. */
     __device__ int sees_beyond(int j) const {
         return j >= length ? (int)AMPC_FLASH_FAR : max(start, floor > j ? 0 : max(j - above + 1, 0));
     }
     __device__ int hides_up_to(int j) const { return j >= length ? (int)AMPC_FLASH_FAR : max(j + below + 1, 0); }
-    /* The document of the key or query at a position; beyond them any. */
+    /* The document of the key or query at a position.  Beyond them it is any document. */
     __device__ int document(int position) const { return documents[min(max(position, 0), queries + offset - 1)]; }
-    /* The bits of the 32 keys around key j; beyond the queries any. */
+    /* The bits of the 32 keys around key j.  Beyond the queries they are any bits. */
     __device__ uint32_t word(int i, int j) const { return bits[min(i, queries - 1) * words + j / 32]; }
     __device__ bool sees(int i, int j) const {
         return (j < first(i) || (j >= low(i) && j < high(i))) &&
@@ -6419,7 +6476,7 @@ __device__ __forceinline__ ampc_band ampc_band_of(const ampc_flash_call &a, cons
     return s;
 }
 
-/* The least and the largest document number at n positions, by all lanes of a warp. */
+/* Finds the least and the largest document number at n positions.  All lanes of a warp must call it. */
 __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from, int n, int &least, int &most) {
     least = INT32_MAX;
     most = INT32_MIN;
@@ -6433,7 +6490,8 @@ __device__ __forceinline__ void ampc_band_documents(const ampc_band &s, int from
     most = __reduce_max_sync(0xffffffffu, most);
 }
 
-/* Whether some and whether all of the bits of n queries and of `columns` keys are set, by all lanes of a warp. */
+/* Finds whether some and whether all of the bits of n queries and of `columns` keys are set.  All lanes of a warp must
+   call it. */
 __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, int n, int key, int columns, bool &some,
                                                bool &all) {
     some = false;
@@ -6454,7 +6512,8 @@ __device__ __forceinline__ void ampc_band_bits(const ampc_band &s, int query, in
 
 enum { AMPC_HIDDEN, AMPC_PARTLY, AMPC_OPEN };
 
-/* On the other side, only [some_from, some_to) is visible to any row, and all of [all_from, all_to) to all rows. */
+/* On the other side, only [some_from, some_to) is visible to any row, and all of [all_from, all_to) is visible to all
+   rows. */
 struct ampc_reach { int some_from, some_to, all_from, all_to; };
 
 /* The reach of the queries or keys [from, to). */
@@ -6491,14 +6550,14 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
     return ampc_flash_place{(int)(head / a.heads), (int)(head % a.heads), last_first ? a.tiles - 1 - tile : tile};
 }
 
-/* A block's own queries or keys, from row `own` on, and its path over the other side.  In shared memory, because the
-   loop has no registers to spare. */
+/* A block's own queries or keys, from row `own` on, and its path over the other side.  It is in shared memory, because
+   the loop has no registers to spare. */
 template <bool KEYS> struct ampc_sweep {
-    ampc_reach warps[8][2], block[2];   /* by the band, through global positions */
+    ampc_reach warps[8][2], block[2];   /* [0]: by the band; [1]: through global positions */
     ampc_flash_place place;
     ampc_band band;
-    int own, tile, first, end;      /* rows of a tile; first, end: of the other side */
-    /* By one thread of each warp. */
+    int own, tile, first, end;      /* tile: its rows; first, end: on the other side */
+    /* One thread of each warp calls this. */
     __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows) {
         const int warp = (int)threadIdx.x / 32;
         const ampc_flash_place here = ampc_flash_here(a, !KEYS);
@@ -6519,7 +6578,7 @@ template <bool KEYS> struct ampc_sweep {
         first = first / tile * tile;
         end = min(max(near.some_to, global.some_to), KEYS ? a.queries : a.keys);
     }
-    /* How the rows [from, from + n), of these reaches, see the columns [other, other + columns). */
+    /* How the rows [from, from + n), which have these reaches, see the columns [other, other + columns). */
     __device__ __forceinline__ int state(const ampc_reach (&r)[2], int from, int n, int other, int columns) const {
         int to = other + columns, least[2], most[2];
         bool hidden = other >= r[0].some_to || to <= r[0].some_from, open = other >= r[0].all_from && to <= r[0].all_to;
@@ -6539,7 +6598,8 @@ template <bool KEYS> struct ampc_sweep {
         if (most[0] < least[1] || most[1] < least[0]) return AMPC_HIDDEN;
         return open && min(least[0], least[1]) == max(most[0], most[1]) ? AMPC_OPEN : AMPC_PARTLY;
     }
-    /* The next tile from `other` on that is not hidden; end or beyond: none.  Global positions come before the band. */
+    /* The next tile from `other` on that is not hidden.  If there is none, it is `end` or more.  Global positions come
+       before the band. */
     __device__ __forceinline__ int next(int other) const {
         if (!band.special) return other;
         if (other >= block[1].some_to) other = max(other, block[0].some_from / tile * tile);
@@ -6549,7 +6609,7 @@ template <bool KEYS> struct ampc_sweep {
     __device__ __forceinline__ bool sees(int mine, int other) const {
         return KEYS ? band.sees(other, mine) : band.sees(mine, other);
     }
-    /* The part of hide by the bits; mine and other are the lane's. */
+    /* The part of `hide` for the bits.  `mine` and `other` are the lane's. */
     template <int M, int N>
     __device__ __forceinline__ void hide_unset(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                                float value) const {
@@ -6569,7 +6629,8 @@ template <bool KEYS> struct ampc_sweep {
             }
         }
     }
-    /* Sets hidden elements of x and y, rows from `mine` on and columns from `other` on, to `value`. */
+    /* Sets hidden elements of x and y to `value`.  Their rows are those from `mine` on, and their columns those from
+       `other` on. */
     template <int M, int N>
     __device__ __forceinline__ void hide(int mine, int other, float (&x)[M][N][4], float (&y)[M][N][4],
                                          float value) const {
@@ -6577,7 +6638,7 @@ template <bool KEYS> struct ampc_sweep {
         mine += lane / 4;
         other += lane % 4 * 2;
         AMPC_UNROLL
-        for (int k = 0; k < 4 * M * N; k++) {           /* along keys: a query's bounds are needed once */
+        for (int k = 0; k < 4 * M * N; k++) {           /* along keys, so that a query's bounds are needed once */
             int r = KEYS ? k % (2 * M) : k / (2 * N), c = KEYS ? k / (2 * M) : k % (2 * N);
             int row = mine + 8 * r, column = other + c / 2 * 8 + c % 2, j = KEYS ? row : column,
                 i = KEYS ? column : row;
@@ -6621,7 +6682,7 @@ template <int D, bool BF16> struct ampc_flash_part {
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = 0.0f;
     }
-    /* How many of this lane's numbers are within dim; may be negative. */
+    /* How many of this lane's numbers are within dim.  The count may be negative. */
     static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
     __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
         const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
@@ -6649,8 +6710,8 @@ template <int D, bool BF16> struct ampc_flash_part {
     }
 };
 
-/* The exponent of 2 of a score's weight, at most `most`.  stat: the maximum or log-sum-exp to subtract, in powers of 2
-   while its rounding is negligible, else twice itself. */
+/* The exponent of 2 of a score's weight, at most `most`.  `stat` is the maximum or log-sum-exp to subtract.  It is
+   given in powers of 2 while its rounding is negligible, and otherwise as twice itself. */
 __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, float score, float stat,
                                                   float most = 0.0f) {
     float x = fabsf(stat) < AMPC_FLASH_STEEP ? ampc_fma(score, a.scale, -stat)
@@ -6658,7 +6719,8 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
     return x > most ? most : x;
 }
 
-/* Row `mine` of the results; stats: of the other side's queries in TO_KEYS, else of this query. */
+/* Computes row `mine` of the results.  `stats` are those of the other side's queries in AMPC_TO_KEYS, and of this query
+   otherwise. */
 template <ampc_flash_pass PASS, int D, bool BF16>
 __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
                                                          const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep, int mine,
@@ -6697,9 +6759,10 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 
 /* ---- Forward */
 
-/* Raw scores become exp(scaled score - running maximum); o and the sums shrink when it grows (Milakov and Gimelshein
-   2018), here by more than AMPC_FLASH_LAG.  `max` are maxima of raw scores; a row without visible keys so far has
-   -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's latency. */
+/* Turns raw scores into exp(scaled score - running maximum).  When the maximum grows, here by more than AMPC_FLASH_LAG,
+   o and the sums shrink (Milakov and Gimelshein 2018).  `max` are maxima of raw scores.  A row without visible keys so
+   far has -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's
+   latency. */
 template <int D, int M, int N>
 __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
                                                           float (&sum)[M][2], float (&o)[M][D / 8][4]) {
@@ -6761,8 +6824,8 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
     }
 }
 
-/* Sums become o's factors, and `max` the stats of ampc_flash_power; the log-sum-exp of rows below `left` goes to lse if
-   there is one. */
+/* Turns sums into o's factors, and `max` into the stats of ampc_flash_power.  The log-sum-exp of rows below `left` is
+   written to lse, unless lse is NULL. */
 template <int M>
 __device__ __forceinline__ void ampc_flash_normalise(const ampc_flash_call &a, float (&max)[M][2], float (&sum)[M][2],
                                                      float *lse, int left) {
@@ -6812,7 +6875,8 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
         ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
 }
 
-/* A loop that the compiler takes for one, even if it has one turn, needs fewer registers; on 8.0 it needs more. */
+/* Hides from the compiler that a loop may have only one turn.  The code of a loop needs fewer registers than straight
+   code, but on 8.0 it needs more. */
 __device__ __forceinline__ int ampc_flash_step(int columns) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 800
     return columns;
@@ -6881,8 +6945,9 @@ ampc_flash_rows(ampc_flash_call a) {
 /* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
    the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
-/* lse and delta of all queries, LANES threads per row, V numbers at a time: 8 for the tensor cores, with lse in their
-   form.  Queries that see nothing and padding rows get lse = infinity, which makes their p and ds 0. */
+/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 for the tensor
+   cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get lse = infinity,
+   which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
@@ -6930,7 +6995,8 @@ __device__ __forceinline__ void ampc_flash_fetch_stats(float2 *scratch, const fl
     if (i < n) ampc_copy_async(scratch + i, stats + i, true);
 }
 
-/* Scores and do v^T become p and ds; stats: of the columns if those are the queries, else of the warp's rows. */
+/* Turns scores into p, and do v^T into ds.  `stats` are those of the columns if the columns are the queries, and
+   otherwise of the warp's rows. */
 template <bool KEYS, int M, int N>
 __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, float (&s)[M][N][4], float (&ds)[M][N][4],
                                                   const float2 *stats) {
@@ -6958,7 +7024,7 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
     }
 }
 
-/* Writes the warp's rows of the results, of `rows`. */
+/* Writes the warp's rows of the results, which have `rows` rows. */
 template <ampc_flash_pass PASS, int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
@@ -7001,7 +7067,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     if (threadIdx.x % 32 == 0) sweep->open(a, T);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
-    /* of the tiles' queries, or of the own ones */
+    /* the stats of the tiles' queries, or of the own queries */
     float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));
     const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
@@ -7059,7 +7125,7 @@ bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
     return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
 }
 
-/* Whether the kernels can take its rows as they are: in pieces of 16 bytes. */
+/* Whether the kernels can take the rows of the call as they are, in pieces of 16 bytes. */
 bool ampc_flash_fits(const amp_k_attention &a) {
     return a.dim % 8 == 0 && ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
            ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
@@ -7137,7 +7203,8 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* Packs an arbitrary mask into scratch memory, once if sequences or heads share it; other masks need no bits. */
+/* Packs an arbitrary mask into scratch memory, and only once if sequences or heads share it.  Other masks need no
+   bits. */
 amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream,
                            ampc_scratch *scratch, ampc_flash_bits *bits) {
     const amp_mask &mask = a.mask;
@@ -7174,7 +7241,7 @@ struct ampc_heads_copies {
     int count;
 };
 
-/* pieces: of 8 numbers in a row. */
+/* `pieces` is how many pieces of 8 numbers a row has. */
 __global__ void __launch_bounds__(256)
     ampc_copy_heads(ampc_heads_copies copies, int64_t batch, ampc_divisor heads, ampc_divisor pieces) {
     for (int k = 0; k < copies.count; k++) {
@@ -7190,7 +7257,7 @@ __global__ void __launch_bounds__(256)
     }
 }
 
-/* A call with its rows copied where that has to be, for as long as this lives. */
+/* A call whose rows are copied where that is necessary.  The copies exist as long as this object does. */
 struct ampc_filled_heads {
     ampc_device *dev;
     amp_k_attention a;
@@ -7198,7 +7265,7 @@ struct ampc_filled_heads {
     void *stream;
     ampc_scratch memory;
     ampc_heads_copies in, out;
-    int64_t used;                   /* numbers of the memory */
+    int64_t used;                   /* numbers of the memory that are taken */
     ampc_filled_heads(ampc_device *d, const amp_k_attention &given, const char *call, void *s)
         : dev(d), a(given), name(call), stream(s), memory(d, s), in(), out(), used(0) {}
     int64_t filled() const { return ampc_blocks(a.dim, 8) * 8; }
@@ -7233,7 +7300,7 @@ struct ampc_filled_heads {
         a.dim = filled();
         return run(in);
     }
-    /* result: of the kernels. */
+    /* `result` is that of the kernels. */
     amp_result close(amp_result result) const { return result == AMP_OK && out.count > 0 ? run(out) : result; }
 };
 
@@ -7294,14 +7361,15 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, v
 
 enum { AMPC_ATTENTION_PER_SM = 2 };
 
-/* A block's work: rows from i0 and columns from c0 on of a head. */
+/* A block's work, which is the rows from i0 on and the columns from c0 on of a head. */
 struct ampc_attention_item { int64_t b, h, i0, c0; };
 
 /* Where a head of a tensor starts. */
 __device__ __forceinline__ int64_t ampc_head_at(const ampc_attention_item &i, const int64_t (&stride)[3]) {
     return i.b * stride[0] + i.h * stride[2];
 }
-/* A head as an operand: its rows, for products along columns; or its columns from c0 on, along rows. */
+/* A head as an operand.  ampc_head_rows has its rows, for products along columns.  ampc_head_columns has its columns
+   from c0 on, for products along rows. */
 __device__ __forceinline__ ampc_operand ampc_head_rows(const amp_k_attention &a, const ampc_attention_item &i,
                                                        const void *data, const int64_t (&stride)[3], int64_t rows) {
     return ampc_operand{ampc_at(data, a.dtype, ampc_head_at(i, stride)), a.dtype, a.compute, stride[1], 1, rows};
@@ -7326,8 +7394,8 @@ struct ampc_attention_scratch {
     ampc_span reach;                            /* of the owned queries: keys below `first`, and those in [low, high) */
 };
 
-/* The block's next item, of `groups` of 64 N columns.  Heads vary fastest, so that tiles at the same place, which cost
-   the same, run together.  In shared memory, to leave the registers to sums. */
+/* Sets the block's next item.  A tile has `groups` items of 64 N columns.  Heads vary fastest, so that tiles at the
+   same place, which cost the same, run together.  The item is in shared memory, to leave the registers to sums. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, int64_t number, int64_t groups,
                                                      int64_t tiles, bool last_first, ampc_attention_scratch *scratch) {
@@ -7339,7 +7407,8 @@ __device__ __forceinline__ void ampc_attention_begin(const amp_k_attention &a, i
     __syncthreads();
 }
 
-/* The queries from `query` on; those beyond the last see nothing. */
+/* Looks up what the 64 queries from `query` on see and, with `stats`, their lse and delta.  Queries beyond the last one
+   see nothing. */
 __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, int64_t query, const float2 *stats,
                                                     ampc_attention_scratch *scratch) {
     const ampc_attention_item &item = scratch->item;
@@ -7357,7 +7426,7 @@ __device__ __forceinline__ void ampc_attention_open(const amp_k_attention &a, in
     __syncthreads();
 }
 
-/* Finds the keys that the open queries see. */
+/* Finds the range of keys that these queries see. */
 __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scratch) {
     if (threadIdx.x < 32) {
         const ampc_span &s = scratch->sights[threadIdx.x].span, &t = scratch->sights[threadIdx.x + 32].span;
@@ -7369,8 +7438,8 @@ __device__ __forceinline__ void ampc_attention_reach(ampc_attention_scratch *scr
     __syncthreads();
 }
 
-/* Bit 4 i + j: this thread's owned row i and other row j see each other.  The current keys start at `key`.
-   KEYS: they are the owned rows. */
+/* Bit 4 i + j says whether this thread's owned row i and other row j see each other.  The current keys start at `key`.
+   With KEYS, they are the owned rows. */
 template <bool KEYS>
 __device__ __forceinline__ unsigned ampc_attention_look(const ampc_attention_scratch *scratch, int64_t key) {
     int x = 4 * (int)(threadIdx.x % 16), y = 4 * (int)(threadIdx.x / 16);
@@ -7409,8 +7478,8 @@ __device__ __forceinline__ void ampc_attention_hand(const float (&w)[4][4], amp_
     }
 }
 
-/* sum += the weights times rows [begin, begin + 64), of `rows`, of z.  Under a mask a weight of 0 gives 0, even times
-   the infinities and NaN that hidden rows may hold. */
+/* Adds to `sum` the weights times rows [begin, begin + 64) of z, which has `rows` rows.  Under a mask a weight of 0
+   gives 0, even times the infinities and NaN that hidden rows may hold. */
 template <int N>
 __device__ __forceinline__ void ampc_attention_add(const ampc_operand &z, int64_t begin, int64_t rows, bool masked,
                                                    ampc_attention_scratch *scratch, float (&sum)[N][4][4]) {
@@ -7452,10 +7521,10 @@ __device__ __forceinline__ void ampc_attention_store(const amp_k_attention &a, c
 /* ---- Forward, by the running softmax of Milakov and Gimelshein 2018.  A tile of scores gives m = max(m, scores),
    p = exp(score - m) and rescale = exp(old m - m).  Then sum = sum rescale + all p, and o = o rescale + p v. */
 
-/* The running softmax of a thread's four rows.  max: over the whole row; sum: over the thread's keys. */
+/* The running softmax of a thread's four rows.  `max` is over the whole row, and `sum` is over the thread's keys. */
 struct ampc_online_softmax {
     float max[4], sum[4];
-    /* Turns scores into weights, 0 if hidden. */
+    /* Turns scores into weights, which are 0 if hidden. */
     __device__ __forceinline__ void add(float (&s)[4][4], unsigned seen, float scale, float (&rescale)[4]) {
         AMPC_UNROLL
         for (int i = 0; i < 4; i++) {
@@ -7475,7 +7544,7 @@ struct ampc_online_softmax {
             max[i] = top;
         }
     }
-    /* Returns row i's log-sum-exp and replaces its sum by 1 / sum; -inf and 0 if no key is visible. */
+    /* Returns row i's log-sum-exp, and replaces its sum by 1 / sum.  If no key is visible, these are -inf and 0. */
     __device__ __forceinline__ float finish(int i) {
         float total = sum[i];
         AMPC_UNROLL
@@ -7528,7 +7597,7 @@ ampc_attention_kernel(amp_k_attention a, int64_t tiles, int64_t groups) {
    ds = p (dp - delta).  Then dq = scale ds k, dk = scale ds^T q and dv = p^T do.  One kernel owns queries and sums dq,
    or owns keys and sums dk and dv. */
 
-/* Turns scores into p and dp into ds, 0 if hidden. */
+/* Turns scores into p and dp into ds, which are 0 if hidden. */
 template <bool KEYS>
 __device__ __forceinline__ void ampc_attention_slopes(float (&s)[4][4], float (&dp)[4][4], unsigned seen, float scale,
                                                       const ampc_attention_scratch *scratch) {
@@ -7588,7 +7657,8 @@ ampc_attention_gradient_kernel(amp_k_attention a, const float2 *stats, int64_t t
     }
 }
 
-/* Calls run(tiles, groups, grid) for `rows` owned rows: tiles of them, groups of `width` columns. */
+/* Calls run(tiles, groups, grid) for `rows` owned rows.  `tiles` is the number of their tiles, and `groups` the number
+   of groups of `width` columns. */
 template <class F>
 amp_result ampc_attention_launch(ampc_device *dev, const amp_k_attention *a, int64_t rows, int64_t width, F run) {
     int64_t tiles = ampc_blocks(rows, AMPC_GEMM_TILE), groups = a->dim > 0 ? ampc_blocks(a->dim, width) : 1;
@@ -7620,7 +7690,7 @@ amp_result ampc_attention_gradients_as(ampc_device *dev, const amp_k_attention *
                                  });
 }
 
-/* One of q, k and v, saturated if asked. */
+/* Replaces one of q, k and v by a saturated copy, unless `cut` is NULL. */
 amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp_k_cut *cut, const amp_k_attention &a,
                               int64_t positions, const void **x, int64_t (&stride)[3], void *stream) {
     if (cut == NULL) return AMP_OK;
@@ -7634,7 +7704,7 @@ amp_result ampc_attention_cut(ampc_device *dev, ampc_scratch &scratch, const amp
     return AMP_OK;
 }
 
-/* The call with saturated operands, while this object lives. */
+/* The call with saturated operands.  Their copies exist as long as this object does. */
 struct ampc_attention_operands {
     amp_k_attention a;
     ampc_scratch q, k, v;
@@ -7704,8 +7774,8 @@ __device__ inline ampc_cursor ampc_cursor_begin(const amp_k_tensor *table, int64
     return c;
 }
 
-/* The n elements of a row's chunk `inside`, and their table entry as it was loaded: nothing is computed from it before
-   the chunk's turn, so that no thread waits for it.  row -1: none. */
+/* The n elements of a row's chunk `inside`, and their table entry as it was loaded.  Nothing is computed from the entry
+   before the chunk's turn, so that no thread waits for the load.  row is -1 if there is no chunk. */
 struct ampc_entry {
     void *grad;                     /* of the row */
     int row, inside, n;
@@ -7735,7 +7805,7 @@ __device__ inline ampc_entry ampc_cursor_find(ampc_cursor *c) {
 
 /* n elements of a row, from `first` on. */
 struct ampc_chunk {
-    void *grad;                     /* of the first of them */
+    void *grad;                     /* the gradient of the first of them */
     int64_t first;
     int row, n;
     amp_dtype dtype;                /* of grad */
@@ -7763,12 +7833,12 @@ struct ampc_partial { double sum_sq; int32_t bad_row, reserved; };      /* bad_r
 __device__ __forceinline__ double ampc_square(double x) { return x * x; }
 
 /* The sum of the squares of 1, 4 or 8 numbers.  Squares of 16-bit numbers, 8 per piece, are exact in fp32, and their
-   sum is off by 3 2^-24 at most; where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
+   sum is off by 3 2^-24 at most.  Where fp32 may not hold it, as with bf16's largest and smallest numbers, the sum is
    in fp64. */
 template <int N> __device__ __forceinline__ double ampc_squares(const float (&x)[N]) {
     double squares = 0;
     if constexpr (N == 8) {
-        /* 2^-100: beside it, underflow is negligible */
+        /* least is 2^-100; beside such a sum, underflow is negligible */
         const uint32_t least = 0x0d800000u, most = 0x7f7fffffu;
         float pair[4], sum;
         bool zeros = true;
@@ -7804,8 +7874,8 @@ __device__ __forceinline__ void ampc_check_lanes(uint4 &raw, amp_dtype dtype, fl
     raw = ampc_narrow<V>(x, dtype);
 }
 
-/* Calls run(piece, its dtype, V) for n elements at p, with the whole block; single elements follow the whole pieces.
-   WRITE: stores the pieces again. */
+/* Calls run(piece, its dtype, V) for n elements at p, with the whole block.  Single elements follow the whole pieces.
+   If `write` is true, the pieces are stored again. */
 template <int V> struct ampc_lanes { enum { v = V }; };
 template <class F>
 __device__ __forceinline__ void ampc_for_pieces(void *p, amp_dtype dtype, int n, bool write, F run) {
@@ -7856,7 +7926,7 @@ __device__ __forceinline__ void ampc_check_chunk(const ampc_chunk &c, float fact
 __device__ __forceinline__ int ampc_is_one(float x) { return ampi_bits_f32(x) == 0x3f800000u; }
 
 /* The grid is always AMPC_CHECK_BLOCKS, so the order of the sum is the same on every GPU.  A block without a chunk
-   forms no sum: in small models that is nearly all of them. */
+   forms no sum.  In small models nearly all blocks are without one. */
 __global__ void __launch_bounds__(AMPC_MULTI_THREADS, AMPC_MULTI_PER_SM)
 ampc_check_kernel(const amp_k_tensor *table, int64_t tensors, const float *multiply, ampc_partial *partials) {
     AMPC_SHARED(double, sums, 32);
@@ -7921,7 +7991,7 @@ amp_result ampc_scale_ranges(void *device, const amp_k_scale_ranges *a, void *st
    computes each row's constants in fp64, as the CPU does.  It also computes the maps of 8-bit moments if a row has
    them.  The second launch then needs no fp64. */
 
-/* One element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
+/* Updates one element.  Every operation rounds once, in the order of amp.h's CPU kernels. */
 __device__ __forceinline__ float ampc_adamw_one(float w, float g, float *m, float *v, const ampi_adamw_step &s) {
     float root;
     g = ampc_mul(g, s.multiplier);
@@ -7948,8 +8018,8 @@ __device__ __forceinline__ float ampc_lion_one(float w, float g, float *m, const
     return ampc_fma(-s.rate, sum > 0 ? 1.0f : sum < 0 ? -1.0f : sum, ampc_mul(w, s.keep));
 }
 
-/* The 16-bit copy of a row's fp32 weight (data NULL: none), and the count of finite weights that become infinite in
-   it. */
+/* The 16-bit copy of a row's fp32 weight, and the count of finite weights that become infinite in it.  If data() is
+   NULL, there is no copy. */
 struct ampc_low_copy {
     const amp_range *range;
     int64_t *new_inf;
@@ -7958,14 +8028,14 @@ struct ampc_low_copy {
         if (found != 0 && data() != NULL) atomicAdd((unsigned long long *)new_inf, (unsigned long long)found);
     }
 };
-/* Numbers round to infinity from 2^16 - 2^4 on in fp16, from 2^128 - 2^119 on in bf16. */
+/* Numbers round to infinity from 2^16 - 2^4 on in fp16, and from 2^128 - 2^119 on in bf16. */
 __device__ __forceinline__ bool ampc_gains_inf(float w, amp_dtype dtype) {
     const uint32_t least = dtype == AMP_F16 ? 0x477ff000u : 0x7f7f8000u;
     return (ampi_bits_f32(w) & 0x7fffffffu) - least < 0x7f800000u - least;
 }
 
-/* A row's elements from `first` on.  w: the fp32 weights, NULL if there are only 16-bit ones; low: the 16-bit weights,
-   or a copy, whose infinities are counted. */
+/* A row's elements from `first` on.  `w` is the fp32 weights, or NULL if there are only 16-bit ones.  `low` is the
+   16-bit weights, or a copy, whose infinities are counted. */
 struct ampc_row_piece {
     float *w, *m, *v;
     void *low;
@@ -7987,8 +8057,8 @@ __device__ __forceinline__ ampc_row_piece ampc_piece_of(const amp_k_tensor &row,
     return p;
 }
 
-/* Updates n elements with the whole block; UPDATE: float (float w, float g, float *m, float *v).  Returns how many of
-   this thread's finite weights become infinite in 16 bits. */
+/* Updates n elements with the whole block.  UPDATE is a function float (float w, float g, float *m, float *v).  Returns
+   how many of this thread's finite weights become infinite in 16 bits. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ int ampc_update_piece(const ampc_row_piece &p, amp_dtype low, amp_dtype grad, int n,
                                                  UPDATE update) {
@@ -8045,7 +8115,7 @@ __device__ inline bool ampc_is_plain(const amp_k_tensor &row) {
            row.moment_dtype != AMP_BF16 && row.moment_dtype != AMP_MOMENTS_8BIT;
 }
 
-/* Up to 8 numbers from element i on. */
+/* Loads or stores up to 8 numbers from element i on. */
 __device__ inline void ampc_load_some(const void *p, amp_dtype dtype, int64_t i, float (&x)[AMPC_LANES], int n) {
     ampc_by_dtype(dtype, [&](auto one) { ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(p, one, i), one, x, n); });
 }
@@ -8084,7 +8154,7 @@ __device__ inline void ampc_store_weights(const amp_k_tensor &row, int64_t i, co
     if (row.master_kind == AMP_MASTER_REMAINDER) ampc_leave_upto<AMPC_ONCE>((uint16_t *)row.master + i, rest, n);
 }
 static_assert(AMPI_MOMENT_BLOCK == 32 * AMPC_LANES, "a warp has a block of 8-bit moments");
-/* Codes stay packed: as an array of bytes they take more registers than AdamW has. */
+/* Codes stay packed, because as an array of bytes they would take more registers than AdamW has. */
 __device__ inline void ampc_unpack_moments(const ampi_moment_map *map, void *p, int64_t count, int64_t i,
                                            float (&x)[AMPC_LANES], int n) {
     const uint8_t *codes = (const uint8_t *)p + i;
@@ -8140,7 +8210,7 @@ __device__ __forceinline__ void ampc_update_stored(const amp_k_tensor &row, cons
                                                    int n, uint64_t seed, UPDATE update) {
     const bool stochastic = row.master_kind == AMP_MASTER_STOCHASTIC || row.moment_dtype == AMP_BF16;
     const bool eight = row.moment_dtype == AMP_MOMENTS_8BIT;
-    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps: beyond n there is nothing to load */
+    const int lane = (int)threadIdx.x % 32 * AMPC_LANES;        /* whole warps; beyond n there is nothing to load */
     AMPC_NO_UNROLL
     for (int at = (int)threadIdx.x * AMPC_LANES; at - lane < n; at += AMPC_MULTI_THREADS * AMPC_LANES) {
         int64_t i = first + at;
@@ -8186,7 +8256,8 @@ __device__ __forceinline__ void ampc_copy_stored(const amp_k_tensor &row, const 
     copy.count(found);
 }
 
-/* nvcc would fuse 1 - lr decay, and 1 - beta^count, rounding once where the CPU rounds twice. */
+/* nvcc would fuse 1 - lr decay, and 1 - beta^count, and round once where the CPU rounds twice.  ampc_mul prevents
+   that. */
 __device__ inline float ampc_keep(const amp_k_grad_stats *found, const amp_k_tensor *row) {
     return (float)(1.0 - ampc_mul(ampc_mul(found->lr, row->lr_scale), row->weight_decay));
 }
@@ -8215,7 +8286,7 @@ __device__ inline ampi_lion_step ampc_row_step(const amp_k_lion *args, const amp
     return s;
 }
 
-/* maps: of v, of m; every block whose rows need them writes the same. */
+/* maps[0] is for v, and maps[1] is for m.  Every block whose rows need the maps writes the same. */
 template <class A, class S>
 __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, ampi_moment_map *maps) {
     int64_t row = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -8225,7 +8296,7 @@ __global__ void __launch_bounds__(128) ampc_row_steps_kernel(A args, S *steps, a
         ampi_moment_map_set(&maps[i / AMPI_MOMENT_CODES], i % AMPI_MOMENT_CODES, i / AMPI_MOMENT_CODES);
 }
 
-/* A chunk of a row, with its copy. */
+/* Updates a chunk of a row, and its copy. */
 template <bool SECOND, class UPDATE>
 __device__ __forceinline__ void ampc_update_chunk(const amp_k_tensor *table, const ampc_chunk &c, uint64_t seed,
                                                   const amp_range *copies, int64_t *new_inf,
@@ -8342,7 +8413,7 @@ void ampc_nap(int microseconds) {
 
 /* ---- The library */
 
-/* The name of the first function that it lacks, or NULL. */
+/* Finds NCCL's functions.  Returns the name of the first one that the library lacks, or NULL. */
 const char *ampc_nccl_lacks(ampc_nccl *n) {
     void *l = n->opened;
     return !ampc_symbol(l, "ncclGetVersion", &n->version)             ? "ncclGetVersion"
@@ -8372,7 +8443,7 @@ amp_result ampc_nccl_refuse(ampc_device *dev, const char *format, const char *de
     return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
 }
 
-/* It stays loaded until the process ends: it has threads. */
+/* Opens NCCL's library.  It stays loaded until the process ends, because it has threads. */
 amp_result ampc_nccl_open(ampc_device *dev) {
     ampc_nccl *n = &dev->ranks.nccl;
     const char *lacks;
@@ -8389,9 +8460,10 @@ amp_result ampc_nccl_open(ampc_device *dev) {
     return lacks == NULL ? AMP_OK : ampc_nccl_refuse(dev, "libnccl.so.2 has no %s", lacks, 0);
 }
 
-/* ---- Failing.  A failure is for ever, because NCCL's communicators do not recover. */
+/* ---- Failing.  A failure is final, because NCCL's communicators do not recover. */
 
-/* While it lives the communicator does; .comm NULL: there is none any more. */
+/* Holds the communicator.  ampc_ranks_abort waits for such holders, but not longer than a second.  .comm is NULL if
+   there is no communicator any more, or if the ranks are broken. */
 struct ampc_nccl_use {
     ampc_ranks *r;
     void *comm;
@@ -8408,9 +8480,9 @@ struct ampc_nccl_use {
     ampc_nccl_use &operator=(const ampc_nccl_use &) = delete;
 };
 
-/* Ends what the GPU does for the communicator.  A call of NCCL under way ends first, if it does within a second: it may
-   stand behind the work that hangs.  ncclCommAbort stops that work at once, but returns when no graph refers to the
-   communicator any more. */
+/* Ends what the GPU does for the communicator.  If a call of NCCL is under way, this waits for its end, but not longer
+   than a second, because the call may stand behind the work that hangs.  ncclCommAbort stops that work at once, but
+   returns only when no graph refers to the communicator any more. */
 void ampc_ranks_abort(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     bool busy = true;
@@ -8425,7 +8497,8 @@ void ampc_ranks_abort(ampc_device *dev) {
     r->comm = NULL;
 }
 
-/* The first reason stays.  The watcher aborts, if there is one: this thread is the one that destroys graphs. */
+/* Makes all later calls fail.  The first reason stays.  If there is a watcher, it is the watcher that aborts, because
+   this thread is the one that destroys graphs. */
 void ampc_ranks_break(ampc_device *dev, const char *why) {
     ampc_ranks *r = &dev->ranks;
     {
@@ -8444,7 +8517,7 @@ void ampc_ranks_break_late(ampc_device *dev, const char *what) {
     ampc_ranks_break(dev, why);
 }
 
-/* Says what NCCL says. */
+/* Breaks the reducer, with NCCL's description of the error as the reason. */
 void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
     char why[320];
     {
@@ -8456,7 +8529,7 @@ void ampc_nccl_break(ampc_device *dev, const char *call, int code) {
     ampc_ranks_break(dev, why);
 }
 
-/* Waits until NCCL has done what it began, which is not what the GPU does. */
+/* Waits until NCCL has done what it began.  That does not include the GPU's work. */
 amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
     const int64_t deadline = ampc_now() + dev->ranks.limit;
     while (code == AMPC_NCCL_IN_PROGRESS) {
@@ -8476,7 +8549,7 @@ amp_result ampc_nccl_settle(ampc_device *dev, const char *call, int code) {
 
 /* ---- Watching */
 
-/* A place in the ring for the caller alone, or -1: none is free. */
+/* Takes a place in the ring for the caller alone.  Returns -1 if none is free. */
 int ampc_ranks_place(ampc_ranks *r) {
     ampc_locked locked(&r->lock);
     if (r->watched == AMPC_WATCHED) return -1;
@@ -8493,7 +8566,7 @@ amp_result ampc_ranks_record(ampc_device *dev, cudaEvent_t *event, cudaStream_t 
     return ampc_check(dev, cudaEventRecord(*event, stream), "cudaEventRecord", NULL);
 }
 
-/* Notes that what stands in the stream now must end. */
+/* Notes that the work which is in the stream now must end in time. */
 amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     ampc_ranks *r = &dev->ranks;
     int at;
@@ -8509,7 +8582,7 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream) {
     return result;
 }
 
-/* Whether the oldest one noted was done; it is then forgotten. */
+/* Returns whether the oldest work that was noted is done.  Work that is done is forgotten. */
 bool ampc_ranks_step(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     int noted = 0;
@@ -8518,7 +8591,7 @@ bool ampc_ranks_step(ampc_device *dev) {
         if (r->watched > 0) noted = r->noted[r->first];
     }
     if (noted == 0) return false;
-    /* of this place nobody else takes the event before it is free again */
+    /* nobody else takes this place's event before the place is free again */
     cudaError_t error = noted < 0 ? cudaSuccess : cudaEventQuery(r->events[r->first]);
     if (error != cudaSuccess) (void)cudaGetLastError();
     bool late;
@@ -8535,7 +8608,7 @@ bool ampc_ranks_step(ampc_device *dev) {
     return error != cudaErrorNotReady;
 }
 
-/* What other ranks and the network did to the communicator meanwhile. */
+/* Asks NCCL what other ranks and the network did to the communicator meanwhile. */
 void ampc_ranks_ask(ampc_device *dev) {
     int code = AMPC_NCCL_SUCCESS, asked = AMPC_NCCL_SUCCESS;
     {
@@ -8549,7 +8622,7 @@ void ampc_ranks_ask(ampc_device *dev) {
 void *ampc_ranks_watch(void *device) {
     ampc_device *dev = (ampc_device *)device;
     ampc_current current(dev);
-    ampc_relaxed relaxed;           /* a capture on another thread is not its business */
+    ampc_relaxed relaxed;           /* captures on other threads do not restrict this one */
     while (!__atomic_load_n(&dev->ranks.stop, __ATOMIC_RELAXED) &&
            !__atomic_load_n(&dev->ranks.broken, __ATOMIC_ACQUIRE)) {
         while (ampc_ranks_step(dev)) {}
@@ -8562,8 +8635,8 @@ void *ampc_ranks_watch(void *device) {
 
 /* ---- Calls */
 
-/* The largest of n numbers over the ranks, by their bits; NaN counts as larger, which NCCL's own maximum does not do.
-   inf: infinity's bits. */
+/* The largest of each of n numbers over the ranks, by their bits.  NaN counts as larger, which it does not in NCCL's
+   maximum.  `inf` is infinity's bits. */
 template <class U> __global__ void ampc_largest_kernel(const U *all, U *out, int64_t n, int world, U inf) {
     const U sign = (U)((U)1 << (8 * sizeof(U) - 1));
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
@@ -8600,7 +8673,7 @@ int ampc_nccl_dtype(amp_dtype dtype) {
     }
 }
 
-/* Part r of `in` for rank r, whose part comes to its place in `out`. */
+/* Sends part r of `in` to rank r, and receives that rank's part at its place in `out`. */
 int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *out, size_t each) {
     int code = AMPC_NCCL_SUCCESS;
     for (int peer = 0; peer < r->world; peer++) {
@@ -8610,7 +8683,7 @@ int ampc_nccl_exchange(const ampc_ranks *r, void *comm, const void *in, void *ou
     }
     return code;
 }
-/* For a maximum it brings every rank's numbers together. */
+/* Makes one call of NCCL.  For a maximum, the call only brings every rank's numbers together. */
 int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
     const size_t count = (size_t)c.count, bytes = count * amp_dtype_size(c.dtype);
     const int dtype = ampc_nccl_dtype(c.dtype);
@@ -8627,7 +8700,7 @@ int ampc_nccl_call(const ampc_ranks *r, void *comm, const ampc_collective &c) {
         default: return r->nccl.broadcast(in, c.out, bytes, AMPC_NCCL_U8, c.root, comm, r->stream);
     }
 }
-/* Begins these in the stream. */
+/* Begins these calls in the stream. */
 amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n) {
     ampc_ranks *r = &dev->ranks;
     int code = AMPC_NCCL_SUCCESS, ended;
@@ -8644,7 +8717,7 @@ amp_result ampc_nccl_begin(ampc_device *dev, const ampc_collective *calls, int n
     return ampc_nccl_settle(dev, "a reduction", code);
 }
 
-/* Whether the stream is captured; a graph of amp.h's then knows that it reduces. */
+/* Whether the stream is captured.  If amp_graph_begin began a capture, this notes in its graph that it reduces. */
 bool ampc_ranks_captured(ampc_device *dev, cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     ampc_graph *graph = ampc_captured(dev, NULL);
@@ -8670,7 +8743,7 @@ amp_result ampc_group_run(ampc_device *dev, ampc_collective *calls, int n) {
         if (calls[i].all != NULL) AMPC_TRY(ampc_largest(dev, calls[i]));
     return AMP_OK;
 }
-/* Begins what was asked for. */
+/* Begins the calls that were put into the group. */
 amp_result ampc_group_flush(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     const int n = r->grouped;
@@ -8764,7 +8837,8 @@ amp_result ampc_communicator(void *device, const amp_k_communicator *a, amp_redu
     return AMP_OK;
 }
 
-/* A rank that is gone must not keep this one: after the time limit it goes without the others. */
+/* Leaves the communicator.  A rank that no longer exists must not keep this one waiting, so after the time limit this
+   one leaves without the others. */
 void ampc_ranks_close(ampc_device *dev) {
     ampc_ranks *r = &dev->ranks;
     const int64_t deadline = ampc_now() + r->limit;
@@ -8796,7 +8870,7 @@ void ampc_nvml_close(ampc_nvml *nvml) {
     memset((void *)nvml, 0, sizeof *nvml);
 }
 
-/* Finds the GPU by its PCI address: NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
+/* Finds the GPU by its PCI address, because NVML's numbers do not follow CUDA_VISIBLE_DEVICES. */
 void ampc_nvml_open(ampc_nvml *nvml, int index) {
     int (*init)(void);
     int (*find)(const char *address, void **device);
@@ -8815,7 +8889,7 @@ void ampc_nvml_open(ampc_nvml *nvml, int index) {
     ampc_symbol(nvml->library, "nvmlDeviceGetPowerUsage", &nvml->power);
 }
 
-/* The GPU's own sensor is number 0.  A struct's version holds its size and, above 24 bits, its number. */
+/* Number 0 is the sensor of the GPU itself.  A struct's version holds its size and, above 24 bits, its number. */
 float ampc_temperature(const ampc_nvml *nvml) {
     ampc_nvml_temperature now = {(unsigned)sizeof now | 1u << 24, 0, 0};
     unsigned celsius = 0;
@@ -8825,7 +8899,8 @@ float ampc_temperature(const ampc_nvml *nvml) {
     return -1;
 }
 
-/* NVML, opened by the first thread that asks; one that asks meanwhile closes its own copy. */
+/* Returns NVML, which the first thread that asks opens.  A thread that asks meanwhile opens a second copy, and closes
+   it again. */
 ampc_nvml ampc_nvml_of(ampc_device *dev) {
     ampc_nvml nvml, mine = {};
     {
@@ -8845,7 +8920,8 @@ ampc_nvml ampc_nvml_of(ampc_device *dev) {
     return nvml;
 }
 
-/* Unavailable values stay -1: no driver library, a virtual GPU without sensors, a lost GPU. */
+/* Unavailable values stay -1.  They are unavailable without the driver's library, on a virtual GPU without sensors, and
+   on a lost GPU. */
 amp_result ampc_telemetry(void *device, amp_telemetry *out) {
     ampc_device *dev = (ampc_device *)device;
     const ampc_nvml nvml = ampc_nvml_of(dev);
@@ -8874,7 +8950,7 @@ void (*const ampc_profile_pop)(void *device) = NULL;
    are integers, so the order does not matter. */
 
 struct ampc_fits { ampi_fit of32, of64; };
-/* above: as in ampi_fit, without the `plain` numbers, which become normal numbers below the last binade. */
+/* `above` is as in ampi_fit, but without the `plain` numbers, which become normal numbers below the last binade. */
 struct ampc_tally { int plain, above[AMPI_FIT_LIMITS]; uint32_t largest; };
 
 template <int N>
@@ -9074,5 +9150,5 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
 
 } /* namespace */
 
-/* The CUDA backend's table: amp_desc.backend = amp_cuda(). */
+/* The CUDA backend's table, for amp_desc.backend. */
 extern "C" const amp_backend *amp_cuda(void) { return &ampc_backend; }

@@ -7,6 +7,7 @@
  * joins them, are in memory that they inherit.  On a GPU, one rank runs all calls with the installed NCCL. */
 #include "test_cuda.h"
 #include "coc_nccl.h"
+#include <cublasLt.h>
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -816,6 +817,38 @@ CUDA_TEST(one_rank) {
     l.backend->graph_destroy(l.dev, graph);
 }
 
+/* A context that is closed before it has made anything of its own, as when amp_open fails late: the stream and the handle
+   are the program's. */
+CUDA_TEST(close_leaves_the_communicator) {
+    MODEL_ONLY();
+    const coc_nccl_state *nccl = load_nccl();
+    const amp_backend *backend = amp_cuda();
+    linked maker;
+    char id[AMP_COMMUNICATOR_ID];
+    amp_backend_desc d = {};
+    amp_k_communicator args = {};
+    amp_reducer r = {};
+    void *dev = NULL;
+    cudaStream_t stream;
+    cublasLtHandle_t blas;
+    CHECK(maker.backend->open(&maker.dev, cuda_host(), &d) == AMP_OK);
+    CHECK(maker.backend->communicator_id(maker.dev, id) == AMP_OK);
+    CHECK(cudaStreamCreate(&stream) == cudaSuccess && cublasLtCreate(&blas) == CUBLAS_STATUS_SUCCESS);
+    d.stream = stream;
+    d.blas = blas;
+    CHECK(backend->open(&dev, cuda_host(), &d) == AMP_OK);
+    args.world = 1;
+    args.timeout_ms = 20000;
+    args.id = id;
+    CHECK_MSG(backend->communicator(dev, &args, &r) == AMP_OK, "%s", cuda_error_text());
+    const int before = nccl->communicators;
+    backend->close(dev);
+    CHECK(before > 0);
+    CHECK_EQ(nccl->communicators, before - 1);
+    cublasLtDestroy(blas);
+    cudaStreamDestroy(stream);
+}
+
 /* Threads that launch graphs with reductions at the same time, each its own: every launch has an event to itself. */
 CUDA_TEST(threads_launch_reductions) {
     MODEL_ONLY();
@@ -873,6 +906,7 @@ int main(int argc, char **argv) {
     RUN(an_old_nccl);
     RUN(refusals);
     RUN(one_rank);
+    RUN(close_leaves_the_communicator);
     RUN(threads_launch_reductions);
     return TEST_END();
 }

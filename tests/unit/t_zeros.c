@@ -596,7 +596,7 @@ static const struct row {
     R(amp_mask, allowed_batch_stride, OFF, 0, 0, 0, "0: one mask for all sequences", NULL),
     R(amp_mask, allowed_head_stride, OFF, 0, 0, 0, "0: one mask for all heads", NULL),
     R(amp_reducer, rank, VALUE, 0, 0, 1, "rank, world", try_rank), R(amp_reducer, world, DEFAULT, 1, 0, 2, "world 0: 1", try_reducer),
-    R(amp_reducer, on_host, VALUE, 0, 0, 1, "0 the device's; 1 the host's", try_reducer), R(amp_reducer, one_thread, VALUE, 0, 0, 1, "1: calls come from", try_reducer),
+    R(amp_reducer, on_host, VALUE, 0, 0, 1, "0: the device's, 1: the CPU's", try_reducer), R(amp_reducer, one_thread, VALUE, 0, 0, 1, "1: calls come from", try_reducer),
     R(amp_fp8_recipe, margin, VALUE, 0, 0, 3, "0 to 16", try_recipe), R(amp_fp8_recipe, history, DEFAULT, 1024, 0, 7, "default 1024", try_recipe),
     R(amp_desc, reserved, RESERVED, 0, 0, 0, "", try_open), R(amp_desc, allow_fallback, VALUE, 0, 0, 1, "0: refuse it", try_open),
     R(amp_desc, disable_cache, VALUE, 0, 0, 1, "1: no cast cache", try_open), R(amp_desc, disable, VALUE, 0, 0, 1, "until amp_set_enabled", try_open),
