@@ -5143,8 +5143,8 @@ extern "C" {
 #endif
 /* Between these two are functions that check, choose, and keep records, but do not touch the elements of tensors.  gcc
    compiles them in less than two thirds of the time at -O1.  A step of a small model then takes 0.3% more instructions.
-   Versions of gcc before 12 forget other flags of the program at such a pragma, and later ones undefine __FAST_MATH__ if
-   it comes from -Ofast.  At -O0 and -Os nothing changes. */
+   Versions of gcc before 12 forget other flags of the program at such a pragma, and later ones undefine __FAST_MATH__
+   if it comes from -Ofast.  At -O0 and -Os nothing changes. */
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__OPTIMIZE__) && \
     !defined(__OPTIMIZE_SIZE__) && !defined(__FAST_MATH__)
 #  define AMPI_O1_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O1\")")
