@@ -7521,15 +7521,15 @@ static ampi_place *ampi_reads(ampi_places *s, const char *field, const amp_tenso
     return p;
 }
 
-static void ampi_writes_over(ampi_places *s, const char *field, const amp_tensor *t, const char *may_be,
-                             const char *or_be) {
+static ampi_place *ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) {
     ampi_place *p = ampi_reads(s, field, t);
     p->written = 1;
-    p->may_be = may_be;
-    p->or_be = or_be;
+    return p;
 }
-static void ampi_writes(ampi_places *s, const char *field, const amp_tensor *t) {
-    ampi_writes_over(s, field, t, NULL, NULL);
+/* Lets an output be one of these two operands.  NULL: there is only one, or none. */
+static void ampi_may_be(ampi_place *p, const char *field, const char *other) {
+    p->may_be = field;
+    p->or_be = other;
 }
 static ampi_place *ampi_writes_array(ampi_places *s, const char *field, const void *data, int64_t bytes) {
     ampi_place *p = ampi_reads_array(s, field, data, bytes);
@@ -16165,6 +16165,7 @@ typedef struct ampi_call {
     amp_param *params[2];
     amp_plan plan;                  /* set after `prepare`, before `kernel` */
     ampi_places at;
+    ampi_place *latest;             /* the place of the operand that was taken last, or one that is free */
     union {
         ampi_linear_args linear; ampi_matmul_args matmul; amp_k_attention attention;
         amp_k_norm norm; amp_k_softmax softmax; amp_k_activation activation; amp_k_swiglu swiglu;
@@ -16249,6 +16250,51 @@ static amp_result ampi_check_weight(const char *function, const char *field, con
     return ampi_fail(AMP_ERR_SHAPE, function, ".%s is %s, must be [%lld%s]%s%s", field,
                      ampi_shape_text(&p->weight, shape, sizeof shape), (long long)rows, other, p->name ? ": " : "",
                      p->name ? p->name : "");
+}
+
+/* ---- Operands.  `prepare` names each operand of an op once, in a function that checks it, converts it, and notes when
+   its memory is read or written.  `when` is a sum of these.  A field begins with a dot. */
+enum { AMPI_FW_READ = 1, AMPI_FW_WRITE = 2, AMPI_BW_READ = 4, AMPI_BW_WRITE = 8, AMPI_READ = 5 /* in both */ };
+
+/* What this call does, as AMPI_FW_READ and AMPI_FW_WRITE. */
+static int ampi_now(const ampi_call *c, int when) { return c->backward ? when >> 2 : when & 3; }
+
+static void ampi_note_memory(ampi_call *c, const char *field, const amp_tensor *t, int when) {
+    c->latest = &c->at.place[c->at.n];
+    if (ampi_now(c, when) & AMPI_FW_READ) ampi_reads(&c->at, field, t);
+    if (ampi_now(c, when) & AMPI_FW_WRITE) ampi_writes(&c->at, field, t);
+}
+static void ampi_note_array(ampi_call *c, const char *field, const void *data, int when, int64_t bytes) {
+    if (ampi_now(c, when) & AMPI_FW_READ) ampi_reads_array(&c->at, field, data, bytes);
+    if (ampi_now(c, when) & AMPI_FW_WRITE) ampi_writes_array(&c->at, field, data, bytes);
+}
+
+static amp_result ampi_take_rows(ampi_call *c, const char *field, const amp_tensor *t, int when, amp_mat *out) {
+    AMPI_TRY(ampi_rows(c->f, field + 1, t, out));
+    ampi_note_memory(c, field, t, when);
+    return AMP_OK;
+}
+/* Takes a tensor that has as many rows and columns as `like`, the operand `other`. */
+static amp_result ampi_take_like(ampi_call *c, const char *field, const amp_tensor *t, int when, const char *other,
+                                 const amp_mat *like, amp_mat *out) {
+    AMPI_TRY(ampi_rows_like(c->f, field + 1, t, other + 1, like, out));
+    ampi_note_memory(c, field, t, when);
+    return AMP_OK;
+}
+/* The same for a tensor that may have no data. */
+static amp_result ampi_take_optional(ampi_call *c, const char *field, const amp_tensor *t, int when, const char *other,
+                                     const amp_mat *like, amp_mat *out) {
+    AMPI_TRY(ampi_optional_rows(c->f, field + 1, t, other + 1, like, out));
+    ampi_note_memory(c, field, t, when);
+    return AMP_OK;
+}
+/* Takes a parameter of this shape, or NULL.  cols -1: it is a vector. */
+static amp_result ampi_take_param(ampi_call *c, const char *field, const amp_param *p, int when, int64_t rows,
+                                  int64_t cols) {
+    if (p == NULL) return AMP_OK;
+    AMPI_TRY(ampi_check_weight(c->f, field + 1, p, rows, cols));
+    ampi_note_memory(c, field, &p->weight, when);
+    return AMP_OK;
 }
 
 static int ampi_wants_grad(const amp_param *p) { return p != NULL && p->grad.data != NULL; }
@@ -16770,10 +16816,12 @@ static amp_result ampi_linear_kernel(ampi_call *c) {
 /* An operand of a batched product, which is evenly spaced matrices. */
 typedef struct ampi_operand { const void *data; amp_dtype dtype; int64_t batch, rows, cols, ld, stride; } ampi_operand;
 
-static amp_result ampi_operand_of(const char *f, const char *field, const amp_tensor *t, ampi_operand *out) {
-    AMPI_TRY(ampi_check_tensor(f, field, t));
+static amp_result ampi_take_matrices(ampi_call *c, const char *field, const amp_tensor *t, int when,
+                                     ampi_operand *out) {
+    const char *f = c->f;
+    AMPI_TRY(ampi_check_tensor(f, field + 1, t));
     if (t->ndim != 2 && t->ndim != 3)
-        return ampi_fail(AMP_ERR_SHAPE, f, ".%s has %d dimensions, must be [batch, rows, cols] or [rows, cols]", field,
+        return ampi_fail(AMP_ERR_SHAPE, f, "%s has %d dimensions, must be [batch, rows, cols] or [rows, cols]", field,
                          t->ndim);
     out->data = t->data;
     out->dtype = t->dtype;
@@ -16782,7 +16830,9 @@ static amp_result ampi_operand_of(const char *f, const char *field, const amp_te
     out->cols = t->shape[t->ndim - 1];
     out->ld = ampi_stride(t, t->ndim - 2);
     out->stride = t->ndim == 3 ? ampi_stride(t, 0) : 0;
-    return ampi_check_ld(f, field, out->rows, out->cols, out->ld);
+    if (ampi_now(c, when) & AMPI_FW_WRITE) AMPI_TRY(ampi_check_output(f, field + 1, t));
+    ampi_note_memory(c, field, t, when);
+    return ampi_check_ld(f, field + 1, out->rows, out->cols, out->ld);
 }
 
 /* Whether op(a) op(b) has the shape of c. */
@@ -16823,23 +16873,18 @@ static amp_result ampi_matmul_prepare_backward(ampi_call *c, const ampi_operand 
     const float alpha = ampi_or32(op->alpha, 1);
     const int ta = op->trans_a, tb = op->trans_b;
     ampi_operand dy, da, db;
-    AMPI_TRY(ampi_operand_of(c->f, "dy", &op->dy, &dy));
+    AMPI_TRY(ampi_take_matrices(c, ".dy", &op->dy, AMPI_BW_READ, &dy));
     AMPI_TRY(ampi_batched_check(c->f, a, ta, b, tb, &dy));
     if (op->da.data) {
-        AMPI_TRY(ampi_operand_of(c->f, "da", &op->da, &da));
-        AMPI_TRY(ampi_check_output(c->f, "da", &op->da));
+        AMPI_TRY(ampi_take_matrices(c, ".da", &op->da, AMPI_BW_WRITE, &da));
         if (ta) AMPI_TRY(ampi_batched_gemm(c->f, b, tb, &dy, 1, &da, alpha, &k->gemms[k->n++]));
         else AMPI_TRY(ampi_batched_gemm(c->f, &dy, 0, b, !tb, &da, alpha, &k->gemms[k->n++]));
-        ampi_reads(&c->at, ".b", &op->b); ampi_writes(&c->at, ".da", &op->da);
     }
     if (op->db.data) {
-        AMPI_TRY(ampi_operand_of(c->f, "db", &op->db, &db));
-        AMPI_TRY(ampi_check_output(c->f, "db", &op->db));
+        AMPI_TRY(ampi_take_matrices(c, ".db", &op->db, AMPI_BW_WRITE, &db));
         if (tb) AMPI_TRY(ampi_batched_gemm(c->f, &dy, 1, a, ta, &db, alpha, &k->gemms[k->n++]));
         else AMPI_TRY(ampi_batched_gemm(c->f, a, !ta, &dy, 0, &db, alpha, &k->gemms[k->n++]));
-        ampi_reads(&c->at, ".a", &op->a); ampi_writes(&c->at, ".db", &op->db);
     }
-    ampi_reads(&c->at, ".dy", &op->dy);
     return AMP_OK;
 }
 
@@ -16848,15 +16893,13 @@ static amp_result ampi_matmul_prepare(ampi_call *c) {
     ampi_matmul_args *k = &c->k.matmul;
     ampi_operand a, b, y;
     AMPI_TRY(ampi_check_real(c->f, ".alpha", (double)op->alpha, 1, "finite"));
-    AMPI_TRY(ampi_operand_of(c->f, "a", &op->a, &a));
-    AMPI_TRY(ampi_operand_of(c->f, "b", &op->b, &b));
+    AMPI_TRY(ampi_take_matrices(c, ".a", &op->a, AMPI_FW_READ | (op->db.data ? AMPI_BW_READ : 0), &a));
+    AMPI_TRY(ampi_take_matrices(c, ".b", &op->b, AMPI_FW_READ | (op->da.data ? AMPI_BW_READ : 0), &b));
     c->inputs[0] = a.dtype; c->inputs[1] = b.dtype;
     if (c->backward) return ampi_matmul_prepare_backward(c, &a, &b);
-    AMPI_TRY(ampi_operand_of(c->f, "y", &op->y, &y));
-    AMPI_TRY(ampi_check_output(c->f, "y", &op->y));
+    AMPI_TRY(ampi_take_matrices(c, ".y", &op->y, AMPI_FW_WRITE, &y));
     AMPI_TRY(ampi_batched_gemm(c->f, &a, op->trans_a, &b, op->trans_b, &y, ampi_or32(op->alpha, 1), k->gemms));
     k->n = 1;
-    ampi_reads(&c->at, ".a", &op->a); ampi_reads(&c->at, ".b", &op->b); ampi_writes(&c->at, ".y", &op->y);
     return AMP_OK;
 }
 
@@ -17066,27 +17109,31 @@ AMP_API amp_result amp_gemm_f64(amp_context *amp, amp_order order, amp_trans tra
 
 /* ---- Attention */
 
-static amp_result ampi_attention_view(const char *f, const char *field, const amp_tensor *t, const int64_t shape[4],
-                                      amp_dtype dtype, int64_t stride[3]) {
+/* Takes q or a tensor like it.  c->inputs[0] is the dtype of q. */
+static amp_result ampi_take_heads(ampi_call *c, const char *field, const amp_tensor *t, int when,
+                                  const int64_t shape[4], int64_t stride[3]) {
+    const char *f = c->f;
     char text[64];
     int i;
-    AMPI_TRY(ampi_check_tensor(f, field, t));
+    AMPI_TRY(ampi_check_tensor(f, field + 1, t));
     for (i = 0; i < 4; i++)
         if (t->ndim != 4 || t->shape[i] != shape[i])
-            return ampi_fail(AMP_ERR_SHAPE, f, ".%s is %s, must be [%lld, %lld, %lld, %lld]", field,
+            return ampi_fail(AMP_ERR_SHAPE, f, "%s is %s, must be [%lld, %lld, %lld, %lld]", field,
                              ampi_shape_text(t, text, sizeof text), (long long)shape[0], (long long)shape[1],
                              (long long)shape[2], (long long)shape[3]);
-    if (t->dtype != dtype)
-        return ampi_fail(AMP_ERR_DTYPE, f, ".%s is %s, must be %s like .q", field, amp_dtype_name(t->dtype),
-                         amp_dtype_name(dtype));
+    if (t->dtype != c->inputs[0])
+        return ampi_fail(AMP_ERR_DTYPE, f, "%s is %s, must be %s like .q", field, amp_dtype_name(t->dtype),
+                         amp_dtype_name(c->inputs[0]));
     for (i = 0; i < 3; i++) stride[i] = ampi_stride(t, i);
+    if (ampi_now(c, when) & AMPI_FW_WRITE) AMPI_TRY(ampi_check_output(f, field + 1, t));
+    ampi_note_memory(c, field, t, when);
     return AMP_OK;
 }
 
-static amp_result ampi_attention_args(const char *f, const amp_attention_op *op, amp_k_attention *k) {
+static amp_result ampi_attention_args(ampi_call *c, const amp_attention_op *op, amp_k_attention *k) {
+    const char *f = c->f;
     int64_t q_shape[4], k_shape[4];
     ampi_fp host;
-    memset(k, 0, sizeof *k);
     AMPI_TRY(ampi_check_tensor(f, "q", &op->q));
     AMPI_TRY(ampi_check_tensor(f, "k", &op->k));
     if (op->q.ndim != 4 || op->k.ndim != 4)
@@ -17094,11 +17141,11 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     memcpy(q_shape, op->q.shape, sizeof q_shape);
     memcpy(k_shape, op->q.shape, sizeof k_shape);
     k_shape[1] = op->k.shape[1];
-    AMPI_TRY(ampi_attention_view(f, "q", &op->q, q_shape, op->q.dtype, k->q_stride));
-    AMPI_TRY(ampi_attention_view(f, "k", &op->k, k_shape, op->q.dtype, k->k_stride));
-    AMPI_TRY(ampi_attention_view(f, "v", &op->v, k_shape, op->q.dtype, k->v_stride));
-    AMPI_TRY(ampi_attention_view(f, "o", &op->o, q_shape, op->q.dtype, k->o_stride));
-    AMPI_TRY(ampi_check_output(f, "o", &op->o));
+    c->inputs[0] = c->inputs[1] = op->q.dtype;
+    AMPI_TRY(ampi_take_heads(c, ".q", &op->q, AMPI_READ, q_shape, k->q_stride));
+    AMPI_TRY(ampi_take_heads(c, ".k", &op->k, AMPI_READ, k_shape, k->k_stride));
+    AMPI_TRY(ampi_take_heads(c, ".v", &op->v, AMPI_READ, k_shape, k->v_stride));
+    AMPI_TRY(ampi_take_heads(c, ".o", &op->o, AMPI_FW_WRITE | AMPI_BW_READ, q_shape, k->o_stride));
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
     AMPI_TRY(ampi_need(f, op->lse, ".lse"));
@@ -17111,6 +17158,9 @@ static amp_result ampi_attention_args(const char *f, const amp_attention_op *op,
     ampi_fp_end(host);
     k->mask = op->mask;
     k->lse = op->lse;
+    ampi_reads_mask(&c->at, &op->mask, k->batch, k->heads, k->queries, k->keys);
+    ampi_note_array(c, ".lse", op->lse, AMPI_FW_WRITE | AMPI_BW_READ,
+                    k->batch * k->heads * k->queries * (int64_t)sizeof(float));
     return AMP_OK;
 }
 
@@ -17145,37 +17195,18 @@ static void ampi_attention_done(amp_context *amp, const ampi_input *in) {
     for (i = 0; i < 3; i++) amp_free(amp, in[i].copy);
 }
 
-static amp_result ampi_attention_prepare_backward(ampi_call *c) {
-    const amp_attention_op *op = (const amp_attention_op *)c->op;
-    amp_k_attention *k = &c->k.attention;
-    ampi_places *at = &c->at;
-    int64_t k_shape[4];
-    memcpy(k_shape, op->k.shape, sizeof k_shape);
-    AMPI_TRY(ampi_attention_view(c->f, "d_o", &op->d_o, op->q.shape, k->dtype, k->do_stride));
-    AMPI_TRY(ampi_attention_view(c->f, "dq", &op->dq, op->q.shape, k->dtype, k->dq_stride));
-    AMPI_TRY(ampi_attention_view(c->f, "dk", &op->dk, k_shape, k->dtype, k->dk_stride));
-    AMPI_TRY(ampi_attention_view(c->f, "dv", &op->dv, k_shape, k->dtype, k->dv_stride));
-    AMPI_TRY(ampi_check_output(c->f, "dq", &op->dq));
-    AMPI_TRY(ampi_check_output(c->f, "dk", &op->dk));
-    AMPI_TRY(ampi_check_output(c->f, "dv", &op->dv));
-    ampi_reads(at, ".o", &op->o); ampi_reads(at, ".d_o", &op->d_o);
-    ampi_reads_array(at, ".lse", op->lse, k->batch * k->heads * k->queries * (int64_t)sizeof(float));
-    ampi_writes(at, ".dq", &op->dq); ampi_writes(at, ".dk", &op->dk); ampi_writes(at, ".dv", &op->dv);
-    k->d_o = op->d_o.data; k->dq = op->dq.data; k->dk = op->dk.data; k->dv = op->dv.data;
-    return AMP_OK;
-}
-
 static amp_result ampi_attention_prepare(ampi_call *c) {
     const amp_attention_op *op = (const amp_attention_op *)c->op;
     amp_k_attention *k = &c->k.attention;
-    ampi_places *at = &c->at;
-    AMPI_TRY(ampi_attention_args(c->f, op, k));
-    c->inputs[0] = c->inputs[1] = k->dtype;
-    ampi_reads(at, ".q", &op->q); ampi_reads(at, ".k", &op->k); ampi_reads(at, ".v", &op->v);
-    ampi_reads_mask(at, &op->mask, k->batch, k->heads, k->queries, k->keys);
-    if (c->backward) return ampi_attention_prepare_backward(c);
-    ampi_writes(at, ".o", &op->o);
-    ampi_writes_array(at, ".lse", op->lse, k->batch * k->heads * k->queries * (int64_t)sizeof(float));
+    int64_t k_shape[4];
+    AMPI_TRY(ampi_attention_args(c, op, k));
+    if (!c->backward) return AMP_OK;
+    memcpy(k_shape, op->k.shape, sizeof k_shape);
+    AMPI_TRY(ampi_take_heads(c, ".d_o", &op->d_o, AMPI_BW_READ, op->q.shape, k->do_stride));
+    AMPI_TRY(ampi_take_heads(c, ".dq", &op->dq, AMPI_BW_WRITE, op->q.shape, k->dq_stride));
+    AMPI_TRY(ampi_take_heads(c, ".dk", &op->dk, AMPI_BW_WRITE, k_shape, k->dk_stride));
+    AMPI_TRY(ampi_take_heads(c, ".dv", &op->dv, AMPI_BW_WRITE, k_shape, k->dv_stride));
+    k->d_o = op->d_o.data; k->dq = op->dq.data; k->dk = op->dk.data; k->dv = op->dv.data;
     return AMP_OK;
 }
 
@@ -17195,21 +17226,26 @@ static amp_result ampi_attention_kernel(ampi_call *c) {
 
 /* ---- Norms */
 
-static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, amp_k_norm *k) {
-    AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
-    AMPI_TRY(ampi_optional_rows(f, "residual", &op->residual, "x", &k->x, &k->residual));
-    AMPI_TRY(ampi_optional_rows(f, "sum", &op->sum, "x", &k->x, &k->sum));
-    AMPI_TRY(ampi_rows_like(f, "y", &op->y, "x", &k->x, &k->y));
+/* Backward reads the sum if there is one, and otherwise x. */
+static amp_result ampi_norm_args(ampi_call *c, const amp_norm_op *op, int rms, amp_k_norm *k) {
+    const char *f = c->f;
+    AMPI_TRY(ampi_take_rows(c, ".x", &op->x, op->sum.data ? AMPI_FW_READ : AMPI_READ, &k->x));
+    AMPI_TRY(ampi_take_optional(c, ".residual", &op->residual, AMPI_FW_READ, ".x", &k->x, &k->residual));
+    AMPI_TRY(ampi_take_optional(c, ".sum", &op->sum, AMPI_FW_WRITE | AMPI_BW_READ, ".x", &k->x, &k->sum));
+    ampi_may_be(c->latest, ".x", ".residual");
+    AMPI_TRY(ampi_take_like(c, ".y", &op->y, AMPI_FW_WRITE, ".x", &k->x, &k->y));
     if (rms && op->bias) return ampi_fail(AMP_ERR_CONFLICT, f, ".bias is given, and RMSNorm has none: set it to NULL");
     if (op->residual.data && op->sum.data == NULL)
         return ampi_fail(AMP_ERR_NULL, f, ".sum has no data: set it, because with .residual backward reads the sum");
-    if (op->weight) AMPI_TRY(ampi_check_weight(f, "weight", op->weight, k->x.cols, -1));
-    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->x.cols, -1));
+    AMPI_TRY(ampi_take_param(c, ".weight", op->weight, AMPI_READ, k->x.cols, -1));
+    AMPI_TRY(ampi_take_param(c, ".bias", op->bias, AMPI_FW_READ, k->x.cols, -1));
     if (op->weight && op->bias && op->weight->weight.dtype != op->bias->weight.dtype)
         return ampi_fail(AMP_ERR_DTYPE, f, ".weight is %s and .bias is %s; they must agree",
                          amp_dtype_name(op->weight->weight.dtype), amp_dtype_name(op->bias->weight.dtype));
     AMPI_TRY(ampi_need(f, op->rstd, ".rstd"));
     if (!rms) AMPI_TRY(ampi_need(f, op->mean, ".mean"));
+    if (!rms) ampi_note_array(c, ".mean", op->mean, AMPI_FW_WRITE | AMPI_BW_READ, k->x.rows * (int64_t)sizeof(float));
+    ampi_note_array(c, ".rstd", op->rstd, AMPI_FW_WRITE | AMPI_BW_READ, k->x.rows * (int64_t)sizeof(float));
     AMPI_TRY(ampi_check_real(f, ".eps", (double)op->eps, isgreaterequal(ampi_or32(op->eps, 0), 0),
                              "above 0 and finite, 0 (1e-5) or AMP_EXPLICIT_ZERO"));
     k->rms = rms;
@@ -17223,35 +17259,19 @@ static amp_result ampi_norm_args(const char *f, const amp_norm_op *op, int rms, 
 
 static amp_result ampi_norm_prepare(ampi_call *c) {
     const amp_norm_op *op = (const amp_norm_op *)c->op;
-    const char *f = c->f;
-    amp_param *w = c->params[0], *b = c->params[1];
-    ampi_places *at = &c->at;
     amp_k_norm *k = &c->k.norm;
-    int rms = c->id == AMP_OP_RMSNORM;
-    AMPI_TRY(ampi_norm_args(f, op, rms, k));
+    AMPI_TRY(ampi_norm_args(c, op, c->id == AMP_OP_RMSNORM, k));
     c->inputs[0] = k->x.dtype;
-    if (!c->backward) {
-        ampi_reads(at, ".x", &op->x); ampi_reads(at, ".residual", &op->residual);
-        ampi_reads_param(at, ".weight", w); ampi_reads_param(at, ".bias", b);
-        ampi_writes_over(at, ".sum", &op->sum, ".x", ".residual"); ampi_writes(at, ".y", &op->y);
-        if (!rms) ampi_writes_array(at, ".mean", op->mean, k->x.rows * (int64_t)sizeof(float));
-        ampi_writes_array(at, ".rstd", op->rstd, k->x.rows * (int64_t)sizeof(float));
-        return AMP_OK;
-    }
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
-    AMPI_TRY(ampi_rows_like(f, "dx", &op->dx, "x", &k->x, &k->dx));
-    AMPI_TRY(ampi_optional_rows(f, "dsum", &op->dsum, "x", &k->x, &k->dsum));
-    AMPI_TRY(ampi_optional_rows(f, "dx_low", &op->dx_low, "x", &k->x, &k->dx_low));
+    if (!c->backward) return AMP_OK;
+    AMPI_TRY(ampi_take_like(c, ".dy", &op->dy, AMPI_BW_READ, ".y", &k->y, &k->dy));
+    AMPI_TRY(ampi_take_like(c, ".dx", &op->dx, AMPI_BW_WRITE, ".x", &k->x, &k->dx));
+    ampi_may_be(c->latest, ".dsum", NULL);
+    AMPI_TRY(ampi_take_optional(c, ".dsum", &op->dsum, AMPI_BW_READ, ".x", &k->x, &k->dsum));
+    AMPI_TRY(ampi_take_optional(c, ".dx_low", &op->dx_low, AMPI_BW_WRITE, ".x", &k->x, &k->dx_low));
     if (k->dx_low.data && (k->dx.dtype != AMP_F32 || k->dx_low.dtype == AMP_F32))
-        return ampi_fail(AMP_ERR_DTYPE, f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
+        return ampi_fail(AMP_ERR_DTYPE, c->f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
                          amp_dtype_name(k->dx_low.dtype), amp_dtype_name(k->dx.dtype));
-    if (k->sum.data) ampi_reads(at, ".sum", &op->sum);
-    else ampi_reads(at, ".x", &op->x);
-    ampi_reads_param(at, ".weight", w); ampi_reads(at, ".dy", &op->dy); ampi_reads(at, ".dsum", &op->dsum);
-    if (!rms) ampi_reads_array(at, ".mean", op->mean, k->x.rows * (int64_t)sizeof(float));
-    ampi_reads_array(at, ".rstd", op->rstd, k->x.rows * (int64_t)sizeof(float));
-    ampi_writes_over(at, ".dx", &op->dx, ".dsum", NULL); ampi_writes(at, ".dx_low", &op->dx_low);
-    ampi_writes_gradient(at, ".weight->grad", w); ampi_writes_gradient(at, ".bias->grad", b);
+    ampi_writes_gradient(&c->at, ".weight->grad", op->weight); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
     return AMP_OK;
 }
 
@@ -17287,6 +17307,13 @@ static amp_result ampi_check_flat(const char *f, const char *field, const amp_te
     return AMP_OK;
 }
 
+static amp_result ampi_take_flat(ampi_call *c, const char *field, const amp_tensor *t, int when, int64_t n,
+                                 amp_dtype dtype) {
+    AMPI_TRY(ampi_check_flat(c->f, field + 1, t, n, dtype));
+    ampi_note_memory(c, field, t, when);
+    return AMP_OK;
+}
+
 /* Takes contiguous tensors as [batch, heads, queries, keys].  Leading dimensions that are missing are 1. */
 static amp_result ampi_softmax_prepare(ampi_call *c) {
     const amp_softmax_op *op = (const amp_softmax_op *)c->op;
@@ -17294,12 +17321,12 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     const char *f = c->f;
     int64_t shape[4];
     int i;
-    AMPI_TRY(ampi_check_tensor(f, "x", &op->x));
-    AMPI_TRY(ampi_check_tensor(f, "y", &op->y));
+    AMPI_TRY(ampi_take_flat(c, ".x", &op->x, AMPI_FW_READ, amp_tensor_count(&op->x), AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_take_flat(c, ".y", &op->y, AMPI_FW_WRITE | AMPI_BW_READ, amp_tensor_count(&op->y),
+                            AMP_DTYPE_DEFAULT));
+    ampi_may_be(c->latest, ".x", NULL);
     AMPI_TRY(ampi_check_mask(f, &op->mask));
     AMPI_TRY(ampi_check_real(f, ".scale", (double)op->scale, 1, "finite"));
-    if (!ampi_is_contiguous(&op->x) || !ampi_is_contiguous(&op->y))
-        return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y must be contiguous");
     if (op->x.ndim != op->y.ndim || memcmp(op->x.shape, op->y.shape, sizeof(int64_t) * (size_t)op->x.ndim) != 0)
         return ampi_fail(AMP_ERR_SHAPE, f, ".x and .y have different shapes: both must have the same");
     for (i = 0; i < 4; i++) shape[i] = i < 4 - op->x.ndim ? 1 : op->x.shape[i - (4 - op->x.ndim)];
@@ -17309,15 +17336,10 @@ static amp_result ampi_softmax_prepare(ampi_call *c) {
     k->scale = ampi_or32(op->scale, 1);
     k->mask = op->mask;
     ampi_reads_mask(&c->at, &op->mask, k->batch, k->heads, k->queries, k->keys);
-    if (!c->backward) {
-        ampi_reads(&c->at, ".x", &op->x); ampi_writes_over(&c->at, ".y", &op->y, ".x", NULL);
-        return AMP_OK;
-    }
-    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, amp_tensor_count(&op->y), k->y_dtype));
-    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, amp_tensor_count(&op->x), k->x_dtype));
-    ampi_reads(&c->at, ".y", &op->y);
-    ampi_reads(&c->at, ".dy", &op->dy);
-    ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL);
+    if (!c->backward) return AMP_OK;
+    AMPI_TRY(ampi_take_flat(c, ".dy", &op->dy, AMPI_BW_READ, amp_tensor_count(&op->y), k->y_dtype));
+    AMPI_TRY(ampi_take_flat(c, ".dx", &op->dx, AMPI_BW_WRITE, amp_tensor_count(&op->x), k->x_dtype));
+    ampi_may_be(c->latest, ".dy", NULL);
     k->dy = op->dy.data;
     k->dx = op->dx.data;
     return AMP_OK;
@@ -17334,32 +17356,30 @@ static amp_result ampi_activation_prepare(ampi_call *c) {
     const amp_activation_op *op = (const amp_activation_op *)c->op;
     amp_k_activation *k = &c->k.activation;
     const char *f = c->f;
+    int from_y;                     /* 1: backward reads y instead of x */
     if (op->act <= AMP_ACT_NONE || op->act > AMP_ACT_RELU)
         return ampi_fail(AMP_ERR_RANGE, f, ".act = %d, must be an amp_activation_kind other than AMP_ACT_NONE",
                          (int)op->act);
     k->act = op->act;
     k->n = amp_tensor_count(&op->x);
-    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_check_flat(f, "y", &op->y, k->n, AMP_DTYPE_DEFAULT));
+    from_y = op->act == AMP_ACT_TANH;
+    AMPI_TRY(ampi_take_flat(c, ".x", &op->x, from_y ? AMPI_FW_READ : AMPI_READ, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_take_flat(c, ".y", &op->y, AMPI_FW_WRITE | (from_y ? AMPI_BW_READ : 0), k->n, AMP_DTYPE_DEFAULT));
+    ampi_may_be(c->latest, ".x", NULL);
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->y = op->y.data; k->y_dtype = op->y.dtype;
     if (op->bias != NULL) {
         k->cols = op->x.shape[op->x.ndim - 1];
-        AMPI_TRY(ampi_check_weight(f, "bias", op->bias, k->cols, -1));
+        AMPI_TRY(ampi_take_param(c, ".bias", op->bias, from_y ? AMPI_FW_READ : AMPI_READ, k->cols, -1));
         k->bias = op->bias->weight.data; k->bias_dtype = op->bias->weight.dtype;
     }
-    if (c->backward && k->act == AMP_ACT_TANH) ampi_reads(&c->at, ".y", &op->y);
-    else { ampi_reads(&c->at, ".x", &op->x); ampi_reads_param(&c->at, ".bias", op->bias); }
-    if (!c->backward) {
-        ampi_writes_over(&c->at, ".y", &op->y, ".x", NULL);
-        return AMP_OK;
-    }
-    AMPI_TRY(ampi_check_flat(f, "dy", &op->dy, k->n, k->y_dtype));
-    AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, k->x_dtype));
+    if (!c->backward) return AMP_OK;
+    AMPI_TRY(ampi_take_flat(c, ".dy", &op->dy, AMPI_BW_READ, k->n, k->y_dtype));
+    AMPI_TRY(ampi_take_flat(c, ".dx", &op->dx, AMPI_BW_WRITE, k->n, k->x_dtype));
+    ampi_may_be(c->latest, ".dy", NULL);
     if (k->x == k->y && k->act != AMP_ACT_TANH && (k->act != AMP_ACT_RELU || k->bias != NULL))
         return ampi_fail(AMP_ERR_CONFLICT, f, ".y is .x, which backward reads again: give .y its own memory");
-    ampi_reads(&c->at, ".dy", &op->dy);
-    ampi_writes_over(&c->at, ".dx", &op->dx, ".dy", NULL); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
+    ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
     k->dy = op->dy.data;
     k->dx = op->dx.data;
     return AMP_OK;
@@ -17382,34 +17402,23 @@ static amp_result ampi_activation_kernel(ampi_call *c) {
 static amp_result ampi_swiglu_prepare(ampi_call *c) {
     const amp_swiglu_op *op = (const amp_swiglu_op *)c->op;
     amp_k_swiglu *k = &c->k.swiglu;
-    ampi_places *at = &c->at;
-    const char *f = c->f;
-    AMPI_TRY(ampi_rows(f, "gate", &op->gate, &k->gate));
-    AMPI_TRY(ampi_rows_like(f, "up", &op->up, "gate", &k->gate, &k->up));
+    AMPI_TRY(ampi_take_rows(c, ".gate", &op->gate, AMPI_READ, &k->gate));
+    AMPI_TRY(ampi_take_like(c, ".up", &op->up, AMPI_READ, ".gate", &k->gate, &k->up));
+    AMPI_TRY(ampi_take_param(c, ".gate_bias", op->gate_bias, AMPI_READ, k->gate.cols, -1));
+    AMPI_TRY(ampi_take_param(c, ".up_bias", op->up_bias, AMPI_READ, k->gate.cols, -1));
+    AMPI_TRY(ampi_take_like(c, ".y", &op->y, AMPI_FW_WRITE, ".gate", &k->gate, &k->y));
+    c->inputs[0] = k->gate.dtype; c->inputs[1] = k->up.dtype;
     if (op->gate_bias) {
-        AMPI_TRY(ampi_check_weight(f, "gate_bias", op->gate_bias, k->gate.cols, -1));
         k->gate_bias = op->gate_bias->weight.data; k->gate_bias_dtype = op->gate_bias->weight.dtype;
     }
-    if (op->up_bias) {
-        AMPI_TRY(ampi_check_weight(f, "up_bias", op->up_bias, k->gate.cols, -1));
-        k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype;
-    }
-    AMPI_TRY(ampi_rows_like(f, "y", &op->y, "gate", &k->gate, &k->y));
-    c->inputs[0] = k->gate.dtype; c->inputs[1] = k->up.dtype;
-    ampi_reads(at, ".gate", &op->gate); ampi_reads(at, ".up", &op->up);
-    ampi_reads_param(at, ".gate_bias", op->gate_bias); ampi_reads_param(at, ".up_bias", op->up_bias);
-    if (!c->backward) {
-        ampi_writes(at, ".y", &op->y);
-        return AMP_OK;
-    }
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "gate", &k->gate, &k->dy));
-    AMPI_TRY(ampi_rows_like(f, "dgate", &op->dgate, "gate", &k->gate, &k->dgate));
-    AMPI_TRY(ampi_rows_like(f, "dup", &op->dup, "gate", &k->gate, &k->dup));
-    ampi_reads(at, ".dy", &op->dy);
-    ampi_writes(at, ".dgate", &op->dgate); ampi_writes(at, ".dup", &op->dup);
-    ampi_writes_gradient(at, ".gate_bias->grad", op->gate_bias);
+    if (op->up_bias) { k->up_bias = op->up_bias->weight.data; k->up_bias_dtype = op->up_bias->weight.dtype; }
+    if (!c->backward) return AMP_OK;
+    AMPI_TRY(ampi_take_like(c, ".dy", &op->dy, AMPI_BW_READ, ".gate", &k->gate, &k->dy));
+    AMPI_TRY(ampi_take_like(c, ".dgate", &op->dgate, AMPI_BW_WRITE, ".gate", &k->gate, &k->dgate));
+    AMPI_TRY(ampi_take_like(c, ".dup", &op->dup, AMPI_BW_WRITE, ".gate", &k->gate, &k->dup));
+    ampi_writes_gradient(&c->at, ".gate_bias->grad", op->gate_bias);
     /* One bias may receive both sums. */
-    if (op->up_bias != op->gate_bias) ampi_writes_gradient(at, ".up_bias->grad", op->up_bias);
+    if (op->up_bias != op->gate_bias) ampi_writes_gradient(&c->at, ".up_bias->grad", op->up_bias);
     return AMP_OK;
 }
 
@@ -17465,10 +17474,9 @@ static amp_result ampi_cross_entropy_args(ampi_call *c, const amp_cross_entropy_
 static amp_result ampi_cross_entropy_prepare(ampi_call *c) {
     const amp_cross_entropy_op *op = (const amp_cross_entropy_op *)c->op;
     amp_k_cross_entropy *k = &c->k.cross_entropy;
-    AMPI_TRY(ampi_rows(c->f, "logits", &op->logits, &k->logits));
-    AMPI_TRY(ampi_optional_rows(c->f, "dlogits", &op->dlogits, "logits", &k->logits, &k->dlogits));
-    ampi_reads(&c->at, ".logits", &op->logits);
-    ampi_writes_over(&c->at, ".dlogits", &op->dlogits, ".logits", NULL);
+    AMPI_TRY(ampi_take_rows(c, ".logits", &op->logits, AMPI_FW_READ, &k->logits));
+    AMPI_TRY(ampi_take_optional(c, ".dlogits", &op->dlogits, AMPI_FW_WRITE, ".logits", &k->logits, &k->dlogits));
+    ampi_may_be(c->latest, ".logits", NULL);
     c->inputs[0] = k->logits.dtype;
     return ampi_cross_entropy_args(c, op, k);
 }
@@ -17490,14 +17498,15 @@ static amp_result ampi_mse_prepare(ampi_call *c) {
     amp_k_mse *k = &c->k.mse;
     const char *f = c->f;
     k->n = amp_tensor_count(&op->x);
-    AMPI_TRY(ampi_check_flat(f, "x", &op->x, k->n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_check_flat(f, "target", &op->target, k->n, AMP_DTYPE_DEFAULT));
-    if (op->dx.data) AMPI_TRY(ampi_check_flat(f, "dx", &op->dx, k->n, op->x.dtype));
+    AMPI_TRY(ampi_take_flat(c, ".x", &op->x, AMPI_FW_READ, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_take_flat(c, ".target", &op->target, AMPI_FW_READ, k->n, AMP_DTYPE_DEFAULT));
+    if (op->dx.data) {
+        AMPI_TRY(ampi_take_flat(c, ".dx", &op->dx, AMPI_FW_WRITE, k->n, op->x.dtype));
+        ampi_may_be(c->latest, ".x", NULL);
+    }
     AMPI_TRY(ampi_need(f, op->loss, ".loss"));
     AMPI_TRY(ampi_check_loss(f, op->factor, op->reduction));
-    ampi_reads(&c->at, ".x", &op->x); ampi_reads(&c->at, ".target", &op->target);
     ampi_reads_array(&c->at, ".grad_scale", op->grad_scale, sizeof *op->grad_scale);
-    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL);
     ampi_writes_array(&c->at, ".loss", op->loss, sizeof *op->loss);
     k->x = op->x.data; k->x_dtype = c->inputs[0] = op->x.dtype;
     k->target = op->target.data; k->target_dtype = c->inputs[1] = op->target.dtype;
@@ -17544,18 +17553,16 @@ static amp_result ampi_linear_cross_entropy_prepare(ampi_call *c) {
     if (ampi_is_recomputing(c->amp))
         return ampi_fail(AMP_ERR_STATE, f, "it must not be recomputed, because it would add to the gradients again");
     AMPI_TRY(ampi_need(f, op->weight, ".weight"));
-    AMPI_TRY(ampi_rows(f, "x", &op->x, &k->x));
-    AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
+    AMPI_TRY(ampi_take_rows(c, ".x", &op->x, AMPI_FW_READ, &k->x));
+    AMPI_TRY(ampi_take_optional(c, ".dx", &op->dx, AMPI_FW_WRITE, ".x", &k->x, &k->dx));
+    ampi_may_be(c->latest, ".x", NULL);
     AMPI_TRY(ampi_rows(f, "weight", &op->weight->weight, &w));
-    AMPI_TRY(ampi_check_weight(f, "weight", op->weight, w.rows, k->x.cols));
-    if (op->bias) AMPI_TRY(ampi_check_weight(f, "bias", op->bias, w.rows, -1));
+    AMPI_TRY(ampi_take_param(c, ".weight", op->weight, AMPI_FW_READ, w.rows, k->x.cols));
+    AMPI_TRY(ampi_take_param(c, ".bias", op->bias, AMPI_FW_READ, w.rows, -1));
     if (op->logits != AMP_DTYPE_DEFAULT && !ampi_is_storage(op->logits))
         return ampi_fail(AMP_ERR_DTYPE, f, ".logits is %s, must be one of %s", amp_dtype_name(op->logits),
                          ampi_dtypes_of(AMPI_IS_STORAGE, list));
     if (op->chunk < 0) return ampi_fail(AMP_ERR_RANGE, f, ".chunk = %lld, must be 0 or more", (long long)op->chunk);
-    ampi_reads(&c->at, ".x", &op->x);
-    ampi_reads_param(&c->at, ".weight", op->weight); ampi_reads_param(&c->at, ".bias", op->bias);
-    ampi_writes_over(&c->at, ".dx", &op->dx, ".x", NULL);
     ampi_writes_gradient(&c->at, ".weight->grad", op->weight); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
     c->inputs[0] = k->x.dtype; c->inputs[1] = op->weight->weight.dtype;
     memset(&loss, 0, sizeof loss);
@@ -17770,16 +17777,16 @@ static amp_result ampi_embedding_prepare(ampi_call *c) {
     ampi_places *at = &c->at;
     const char *f = c->f;
     AMPI_TRY(ampi_need2(f, op->ids, ".ids", op->table, ".table"));
-    AMPI_TRY(ampi_rows(f, "y", &op->y, &k->y));
+    AMPI_TRY(ampi_take_rows(c, ".y", &op->y, AMPI_FW_WRITE, &k->y));
     AMPI_TRY(ampi_rows(f, "table", &op->table->weight, &k->table));
     k->ids = op->ids;
     k->n = k->y.rows;
     k->seq = op->seq ? op->seq : AMPI_MAX(k->n, 1);
     if (k->seq < 0)
         return ampi_fail(AMP_ERR_RANGE, f, ".seq = %lld, must be 1 or more (0: all rows)", (long long)op->seq);
-    AMPI_TRY(ampi_check_weight(f, "table", op->table, k->table.rows, k->y.cols));
+    AMPI_TRY(ampi_take_param(c, ".table", op->table, AMPI_FW_READ, k->table.rows, k->y.cols));
     if (op->positions != NULL) {
-        AMPI_TRY(ampi_rows(f, "positions", &op->positions->weight, &k->positions));
+        AMPI_TRY(ampi_take_rows(c, ".positions", &op->positions->weight, AMPI_FW_READ, &k->positions));
         if (k->positions.rows < AMPI_MIN(k->seq, k->n) || k->positions.cols != k->y.cols)
             return ampi_fail(AMP_ERR_SHAPE, f, ".positions is [%lld, %lld], must be [at least %lld, %lld]",
                              (long long)k->positions.rows, (long long)k->positions.cols,
@@ -17788,13 +17795,8 @@ static amp_result ampi_embedding_prepare(ampi_call *c) {
     c->inputs[0] = k->table.dtype;
     k->bad_id = ampi_bad_row(c->amp, &c->bad);
     ampi_reads_array(at, ".ids", op->ids, k->n * (int64_t)sizeof *op->ids);
-    if (!c->backward) {
-        ampi_reads_param(at, ".table", op->table); ampi_reads_param(at, ".positions", op->positions);
-        ampi_writes(at, ".y", &op->y);
-        return AMP_OK;
-    }
-    AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
-    ampi_reads(at, ".dy", &op->dy);
+    if (!c->backward) return AMP_OK;
+    AMPI_TRY(ampi_take_like(c, ".dy", &op->dy, AMPI_BW_READ, ".y", &k->y, &k->dy));
     ampi_writes_gradient(at, ".table->grad", op->table); ampi_writes_gradient(at, ".positions->grad", op->positions);
     ampi_grad_mat(op->table, &k->table, &k->dtable, &k->add_table);
     ampi_grad_mat(op->positions, &k->positions, &k->dpositions, &k->add_positions);
@@ -17816,13 +17818,14 @@ static amp_result ampi_dropout_prepare(ampi_call *c) {
     const amp_dropout_op *op = (const amp_dropout_op *)c->op;
     const amp_tensor *from = c->backward ? &op->dy : &op->x, *to = c->backward ? &op->dx : &op->y;
     const char *from_name = c->backward ? ".dy" : ".x", *to_name = c->backward ? ".dx" : ".y";
+    const int write = AMPI_FW_WRITE | AMPI_BW_WRITE;
     amp_k_dropout *k = &c->k.dropout;
     AMPI_TRY(
         ampi_check_real(c->f, ".p", (double)op->p, isgreaterequal(op->p, 0) && isless(op->p, 1), "0 to less than 1"));
     k->n = amp_tensor_count(&op->x);
-    AMPI_TRY(ampi_check_flat(c->f, from_name + 1, from, k->n, AMP_DTYPE_DEFAULT));
-    AMPI_TRY(ampi_check_flat(c->f, to_name + 1, to, k->n, AMP_DTYPE_DEFAULT));
-    ampi_reads(&c->at, from_name, from); ampi_writes_over(&c->at, to_name, to, from_name, NULL);
+    AMPI_TRY(ampi_take_flat(c, from_name, from, AMPI_READ, k->n, AMP_DTYPE_DEFAULT));
+    AMPI_TRY(ampi_take_flat(c, to_name, to, write, k->n, AMP_DTYPE_DEFAULT));
+    ampi_may_be(c->latest, from_name, NULL);
     c->inputs[0] = op->x.dtype;
     k->x = from->data; k->x_dtype = from->dtype;
     k->y = to->data; k->y_dtype = to->dtype;
@@ -17881,13 +17884,11 @@ static amp_result ampi_rope_tensor(ampi_call *c, int which, const amp_tensor *t,
     amp_k_rope *k = &c->k.rope;
     amp_tensor shape = op->q;
     if (t->ndim == 4) shape.shape[2] = t->shape[2];
-    AMPI_TRY(ampi_attention_view(c->f, fields[0][which] + 1, t, shape.shape, op->q.dtype, k->stride[which]));
+    AMPI_TRY(ampi_take_heads(c, fields[0][which], t, AMPI_FW_WRITE, shape.shape, k->stride[which]));
     if (c->backward) t = gradient;
-    AMPI_TRY(ampi_attention_view(c->f, field + 1, t, shape.shape, op->q.dtype, k->stride[which]));
-    AMPI_TRY(ampi_check_output(c->f, field + 1, t));
+    if (c->backward) AMPI_TRY(ampi_take_heads(c, field, t, AMPI_BW_WRITE, shape.shape, k->stride[which]));
     k->x[which] = t->data;
     k->heads[which] = t->shape[2];
-    ampi_writes(&c->at, field, t);
     return AMP_OK;
 }
 
@@ -17981,7 +17982,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     AMPI_TRY(ampi_op_begin(f, amp, op, row->plan));
     c.amp = amp; c.f = f; c.op = op; c.id = id; c.backward = backward; c.bad = 0;
     c.inputs[0] = c.inputs[1] = AMP_DTYPE_DEFAULT;
-    c.at.n = 0;
+    c.at.n = 0; c.latest = c.at.place;
     memset(&c.k, 0, row->bytes);
     memcpy(&layer, op, sizeof layer);
     plan = (amp_plan *)(void *)((char *)op + row->plan);
@@ -18082,7 +18083,7 @@ AMP_API amp_result amp_add(amp_context *amp, const amp_tensor *a, const amp_tens
     AMPI_TRY(ampi_check_flat("amp_add", "b", b, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat("amp_add", "y", y, k.n, AMP_DTYPE_DEFAULT));
     at.n = 0;
-    ampi_reads(&at, ".a", a); ampi_reads(&at, ".b", b); ampi_writes_over(&at, ".y", y, ".a", ".b");
+    ampi_reads(&at, ".a", a); ampi_reads(&at, ".b", b); ampi_may_be(ampi_writes(&at, ".y", y), ".a", ".b");
     AMPI_TRY(ampi_check_places("amp_add", &at));
     k.a = a->data; k.a_dtype = a->dtype;
     k.b = b->data; k.b_dtype = b->dtype;
@@ -18100,7 +18101,7 @@ AMP_API amp_result amp_cast(amp_context *amp, const amp_tensor *src, const amp_t
     AMPI_TRY(ampi_check_flat("amp_cast", "src", src, k.n, AMP_DTYPE_DEFAULT));
     AMPI_TRY(ampi_check_flat("amp_cast", "dst", dst, k.n, AMP_DTYPE_DEFAULT));
     at.n = 0;
-    ampi_reads(&at, ".src", src); ampi_writes_over(&at, ".dst", dst, ".src", NULL);
+    ampi_reads(&at, ".src", src); ampi_may_be(ampi_writes(&at, ".dst", dst), ".src", NULL);
     AMPI_TRY(ampi_check_places("amp_cast", &at));
     k.src = src->data; k.src_dtype = src->dtype;
     k.dst = dst->data; k.dst_dtype = dst->dtype;
