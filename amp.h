@@ -17198,14 +17198,12 @@ static void ampi_attention_done(amp_context *amp, const ampi_input *in) {
 static amp_result ampi_attention_prepare(ampi_call *c) {
     const amp_attention_op *op = (const amp_attention_op *)c->op;
     amp_k_attention *k = &c->k.attention;
-    int64_t k_shape[4];
     AMPI_TRY(ampi_attention_args(c, op, k));
     if (!c->backward) return AMP_OK;
-    memcpy(k_shape, op->k.shape, sizeof k_shape);
     AMPI_TRY(ampi_take_heads(c, ".d_o", &op->d_o, AMPI_BW_READ, op->q.shape, k->do_stride));
     AMPI_TRY(ampi_take_heads(c, ".dq", &op->dq, AMPI_BW_WRITE, op->q.shape, k->dq_stride));
-    AMPI_TRY(ampi_take_heads(c, ".dk", &op->dk, AMPI_BW_WRITE, k_shape, k->dk_stride));
-    AMPI_TRY(ampi_take_heads(c, ".dv", &op->dv, AMPI_BW_WRITE, k_shape, k->dv_stride));
+    AMPI_TRY(ampi_take_heads(c, ".dk", &op->dk, AMPI_BW_WRITE, op->k.shape, k->dk_stride));
+    AMPI_TRY(ampi_take_heads(c, ".dv", &op->dv, AMPI_BW_WRITE, op->k.shape, k->dv_stride));
     k->d_o = op->d_o.data; k->dq = op->dq.data; k->dk = op->dk.data; k->dv = op->dv.data;
     return AMP_OK;
 }

@@ -817,8 +817,8 @@ CUDA_TEST(one_rank) {
     l.backend->graph_destroy(l.dev, graph);
 }
 
-/* A context that is closed before it has made anything of its own, as when amp_open fails late: the stream and the handle
-   are the program's. */
+/* A context whose stream and handle are the program's is closed before it has made any object, as when amp_open fails
+   late. */
 CUDA_TEST(close_leaves_the_communicator) {
     MODEL_ONLY();
     const coc_nccl_state *nccl = load_nccl();
