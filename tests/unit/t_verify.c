@@ -1038,6 +1038,88 @@ TEST(gradcheck_bad_input) {
     amp_close(a_scan.amp);
 }
 
+/* ---- A row of ampi_tape_rows says what backward reads, so that the tape keeps it.  The operator's `prepare` says the
+   same to the checks of memory.  The two must agree for each kind of call. */
+
+enum { KEPT_ROWS = 8, KEPT_DIM = 16 };
+
+/* Whether backward reads a value of an op struct, as `prepare` says.  A gradient may lie in the memory of a value, and its
+   field begins with d. */
+static int backward_reads(const ampi_places *at, const amp_tensor *t) {
+    int i;
+    for (i = 0; i < at->n; i++)
+        if (at->place[i].low == (uintptr_t)t->data && at->place[i].field[1] != 'd' && !at->place[i].written) return 1;
+    return 0;
+}
+
+/* Compares one node.  A loss writes its gradient in its forward and keeps nothing.  An input that forward wrote over with
+   the output cannot be told from it.  RoPE's row has no ports, because it turns its input in place and backward reads no
+   value. */
+static void check_kept(const amp_tape *t, ampi_node *n) {
+    static const int32_t flags[] = {AMPI_X, AMPI_Y, AMPI_Z};
+    const ampi_tape_row *row = ampi_row_of(n);
+    const ampi_operator *of = ampi_calls;
+    const amp_tensor *x, *y = row->out.value ? ampi_at_port(n, row->out.value) : NULL;
+    int32_t keeps = ampi_node_keeps(t, n);
+    ampi_call c;
+    int k;
+    if (row->plan == 0 || (row->flags & AMPI_LOSS)) return;
+    while (of->id != row->id) of++;
+    memset(&c, 0, sizeof c);
+    c.amp = t->object.amp; c.f = of->names[1]; c.op = &n->op; c.id = row->id; c.backward = 1;
+    c.latest = c.at.place;
+    for (k = 0; k < 2; k++) c.params[k] = n->key.params[k];
+    CHECK_OK(of->prepare(&c));
+    for (k = 0; k < AMPI_TAPE_INPUTS && row->in[k].value; k++) {
+        x = ampi_at_port(n, row->in[k].value);
+        if (x->data != y->data)
+            CHECK_MSG(backward_reads(&c.at, x) == ((keeps & flags[k]) != 0), "%s: input %d", row->name, k);
+    }
+    if (y != NULL) CHECK_MSG(backward_reads(&c.at, y) == ((keeps & AMPI_OUT) != 0), "%s: output", row->name);
+}
+
+TEST(the_tape_keeps_what_backward_reads) {
+    static const amp_activation_kind acts[] = {AMP_ACT_RELU, AMP_ACT_GELU, AMP_ACT_GELU_ERF, AMP_ACT_TANH, AMP_ACT_SILU};
+    static const amp_activation_kind linear[] = {AMP_ACT_NONE, AMP_ACT_RELU, AMP_ACT_GELU, AMP_ACT_GELU_ERF};
+    static const int64_t wide[] = {2, KEPT_ROWS / 2, KEPT_DIM}, flat[] = {KEPT_ROWS, KEPT_DIM};
+    static float numbers[KEPT_ROWS * KEPT_DIM], weights[KEPT_DIM * KEPT_DIM], grads[3][KEPT_DIM * KEPT_DIM];
+    static int32_t id[KEPT_ROWS] = {3, 1, 0, 7, 3, 2, 9, 15};
+    amp_context *amp = verify_open_context(AMP_F32, AMP_LEVEL_O1, NULL);
+    amp_tensor x = amp_tensor2(numbers, AMP_F32, KEPT_ROWS, KEPT_DIM), ids = amp_tensor1(id, AMP_I32, KEPT_ROWS);
+    amp_param w, gain, table;
+    amp_tape *t;
+    amp_value h, q, loss;
+    int64_t i, seen[AMPI_CUSTOM] = {0};
+    int k;
+    for (i = 0; i < KEPT_ROWS * KEPT_DIM; i++) numbers[i] = amp_random_uniform(5, (uint64_t)i) - 0.5f;
+    for (i = 0; i < KEPT_DIM * KEPT_DIM; i++) weights[i] = amp_random_uniform(6, (uint64_t)i) - 0.5f;
+    memset(&w, 0, sizeof w);
+    w.weight = amp_tensor2(weights, AMP_F32, KEPT_DIM, KEPT_DIM); w.grad = amp_tensor2(grads[0], AMP_F32, KEPT_DIM, KEPT_DIM);
+    table = w; table.grad.data = grads[1];
+    memset(&gain, 0, sizeof gain);
+    gain.weight = amp_tensor1(weights, AMP_F32, KEPT_DIM); gain.grad = amp_tensor1(grads[2], AMP_F32, KEPT_DIM);
+    CHECK_OK(amp_tape_create(amp, &t, NULL));
+    CHECK_OK(amp_tape_begin(t, NULL));
+    h = amp_tape_add(t, amp_tape_variable(t, &x), amp_tape_embedding(t, &ids, &table, NULL));
+    for (k = 0; k < (int)(sizeof acts / sizeof *acts); k++)
+        h = amp_tape_activation(t, amp_tape_dropout(t, h, 0.1f), NULL, acts[k]);
+    for (k = 0; k < (int)(sizeof linear / sizeof *linear); k++)
+        h = amp_tape_scale(t, amp_tape_linear(t, h, &w, NULL, linear[k]), 2);
+    h = amp_tape_rmsnorm(t, amp_tape_swiglu(t, amp_tape_layernorm(t, h, &gain, NULL, 0), h), &gain, 0);
+    q = amp_tape_rope(t, amp_tape_reshape(t, h, wide, 3), 2, NULL);
+    h = amp_tape_reshape(t, amp_tape_attention(t, q, q, amp_tape_reshape(t, h, wide, 3), 2, NULL), flat, 2);
+    h = amp_tape_matmul(t, amp_tape_softmax(t, amp_tape_matmul(t, h, h, 0, 1, 0), NULL), h, 0, 0, 0);
+    loss = amp_tape_mse(t, h, amp_tape_input(t, &x), AMP_REDUCTION_MEAN);
+    CHECK_OK(amp_tape_backward(t, loss, NULL));
+    for (i = 0; i < t->n; i++) {
+        seen[t->nodes[i].key.kind]++;
+        check_kept(t, &t->nodes[i]);
+    }
+    for (k = AMPI_LINEAR; k < AMPI_CROSS_ENTROPY; k++) CHECK_MSG(seen[k] > 0, "%s", ampi_tape_rows[k].name);
+    amp_tape_destroy(t);
+    amp_close(amp);
+}
+
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
     RUN(right_models_pass);
@@ -1060,5 +1142,6 @@ int main(int argc, char **argv) {
     RUN(gradcheck_failures);
     RUN(gemm_follows_the_precision);
     RUN(gradcheck_bad_input);
+    RUN(the_tape_keeps_what_backward_reads);
     return TEST_END();
 }
