@@ -14,7 +14,8 @@ limit=120                               # seconds of CPU time; the slowest test 
 list=tests/mutants/mutants.txt
 begun=$(date +%s)
 
-field() { sed -n "s/^$1 |[^|]*| *\(.*\)/\1/p" $list; }
+# The CPU flag without which the code of a mutant does not run, or nothing.
+needs() { sed -n "/^$1 |/,/^\$/s/^? //p" $list; }
 
 # build TREE PROGRAM: the test and the amp.h of this tree.
 build() {
@@ -71,6 +72,8 @@ if [ "$failed" -gt 0 ]; then closing; exit; fi
 while IFS='|' read -r name _ test; do
     set -- $test
     name=${name% }
+    flag=$(needs "$name")
+    if [ -n "$flag" ] && ! grep -qw "$flag" /proc/cpuinfo; then skip "$name" "this CPU has no $flag"; continue; fi
     at_once "$name" caught "$name" "$1" "$2"
 done < "$work/mutants"
 collect
@@ -78,7 +81,7 @@ if [ -d build ] && [ "$(wc -l < "$work/mutants")" -eq "$(grep -c '^[a-z0-9_]* |'
     { echo "{\"what\": \"mutants of amp.h, one change of a token each\", \"command\": \"make mutants\","
       echo " \"compiler\": \"$($cc --version | head -n 1)\", \"flags\": \"$flags\","
       echo " \"cpu\": \"$(sed -n 's/^model name.*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)\", \"cores\": $cores,"
-      echo " \"mutants\": $(wc -l < "$work/mutants"), \"caught\": $(ls "$work" | grep -c '^result\.'), \"seconds\": $(($(date +%s) - begun)),"
+      echo " \"mutants\": $(wc -l < "$work/mutants"), \"skipped\": $skipped, \"caught\": $(ls "$work" | grep -c '^result\.'), \"seconds\": $(($(date +%s) - begun)),"
       echo " \"each\": ["
       while IFS=' |' read -r name _; do cat "$work/result.$name" 2>/dev/null; done < "$work/mutants" | sed '$!s/$/,/'
       echo "  ]}"; } > build/mutants.json
