@@ -6553,19 +6553,19 @@ __device__ __forceinline__ ampc_flash_place ampc_flash_here(const ampc_flash_cal
 /* A block's own queries or keys, from row `own` on, and its path over the other side.  It is in shared memory, because
    the loop has no registers to spare. */
 template <bool KEYS> struct ampc_sweep {
-    ampc_reach warps[8][2], block[2];   /* [0]: by the band; [1]: through global positions */
+    /* parts: of the warps or warpgroups.  [0]: by the band; [1]: through global positions */
+    ampc_reach parts[8][2], block[2];
     ampc_flash_place place;
     ampc_band band;
     int own, tile, first, end;      /* tile: its rows; first, end: on the other side */
-    /* One thread of each warp calls this. */
-    __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows) {
-        const int warp = (int)threadIdx.x / 32;
+    /* One thread calls this for each of the `count` parts that share the own rows equally. */
+    __device__ __forceinline__ void open(const ampc_flash_call &a, int tile_rows, int part, int count) {
         const ampc_flash_place here = ampc_flash_here(a, !KEYS);
         const ampc_band seen = ampc_band_of(a, here);
-        int from = here.tile * AMPC_FLASH_OWN, each = AMPC_FLASH_OWN / ((int)blockDim.x / 32);
-        warps[warp][0] = ampc_reach_of(seen, KEYS, from + warp * each, from + (warp + 1) * each);
-        warps[warp][1] = ampc_reach_of_globals(seen, KEYS, from + warp * each, from + (warp + 1) * each);
-        if (warp != 0) return;
+        int from = here.tile * AMPC_FLASH_OWN, each = AMPC_FLASH_OWN / count;
+        parts[part][0] = ampc_reach_of(seen, KEYS, from + part * each, from + (part + 1) * each);
+        parts[part][1] = ampc_reach_of_globals(seen, KEYS, from + part * each, from + (part + 1) * each);
+        if (part != 0) return;
         const ampc_reach near = ampc_reach_of(seen, KEYS, from, from + AMPC_FLASH_OWN);
         const ampc_reach global = ampc_reach_of_globals(seen, KEYS, from, from + AMPC_FLASH_OWN);
         block[0] = near;
@@ -6760,13 +6760,13 @@ template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float
 /* ---- Forward */
 
 /* Turns raw scores into exp(scaled score - running maximum).  When the maximum grows, here by more than AMPC_FLASH_LAG,
-   o and the sums shrink (Milakov and Gimelshein 2018).  `max` are maxima of raw scores.  A row without visible keys so
-   far has -inf, and weights of 0.  Each step is done for all rows before the next, so that they hide each other's
-   latency. */
+   the sums shrink (Milakov and Gimelshein 2018), and o must shrink by `factor` too.  Returns whether that is so for any
+   row of the warp.  `max` are maxima of raw scores.  A row without visible keys so far has -inf, and weights of 0.
+   Each step is done for all rows before the next, so that they hide each other's latency. */
 template <int D, int M, int N>
-__device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], float scale, float (&max)[M][2],
-                                                          float (&sum)[M][2], float (&o)[M][D / 8][4]) {
-    float top[2 * M], base[2 * M], factor[2 * M];
+__device__ __forceinline__ bool ampc_flash_online_weights(float (&s)[M][N][4], float scale, float (&max)[M][2],
+                                                          float (&sum)[M][2], float (&factor)[2 * M]) {
+    float top[2 * M], base[2 * M];
     bool grown = false, steep = false;
     AMPC_UNROLL
     for (int r = 0; r < 2 * M; r++) {
@@ -6813,7 +6813,11 @@ __device__ __forceinline__ void ampc_flash_online_softmax(float (&s)[M][N][4], f
         }
         sum[r / 2][r % 2] = ampc_fma(sum[r / 2][r % 2], factor[r], total);
     }
-    if (!__any_sync(0xffffffffu, grown)) return;
+    return __any_sync(0xffffffffu, grown) != 0;
+}
+
+template <int D, int M>
+__device__ __forceinline__ void ampc_flash_shrink(float (&o)[M][D / 8][4], const float (&factor)[2 * M]) {
     AMPC_UNROLL
     for (int m = 0; m < M; m++) {
         AMPC_UNROLL
@@ -6858,12 +6862,12 @@ __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&s
     __syncwarp();
 }
 
-/* Writes the warp's rows of o, and their log-sum-exp. */
+/* Writes the warp's rows of o, which begin with row `mine` of the block, and their log-sum-exp. */
 template <int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep,
-                                               unsigned char *scratch, const float (&o)[M][D / 8][4],
+                                               unsigned char *scratch, int mine, const float (&o)[M][D / 8][4],
                                                float (&max)[M][2], float (&sum)[M][2]) {
-    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = a.queries - own;
+    int own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
     float2 *notes = (float2 *)(scratch + mine * 2 * D);
     if (left <= 0) return;
@@ -6898,7 +6902,7 @@ ampc_flash_rows(ampc_flash_call a) {
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
     ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x % 32 == 0) sweep->open(a, T);
+    if (threadIdx.x % 32 == 0) sweep->open(a, T, (int)threadIdx.x / 32, (int)blockDim.x / 32);
     __syncthreads();
     unsigned char *others = shared + R * 2 * D;
     float o[M][D / 8][4] = {}, max[M][2], sum[M][2] = {};
@@ -6910,13 +6914,11 @@ ampc_flash_rows(ampc_flash_call a) {
     int j = sweep->next(sweep->first), turn = 0;
     if (j < sweep->end) ampc_flash_fetch<D, T, shape.threads>(others, a.others, sweep->place, a.dim, j, a.keys);
     ampc_copy_commit();
-    ampc_copy_wait<1>();
-    __syncthreads();                            /* the own rows have arrived */
     const ampc_tile_rows<D, M, false> q(shared + ampc_warp_row<M>() * 2 * D);
     while (j < sweep->end) {
         int following = sweep->next(j + T);
         ampc_copy_wait<0>();
-        __syncthreads();                        /* the tile has arrived, and no warp still reads the other half */
+        __syncthreads();                        /* the rows have arrived, and no warp still reads the other half */
         if (following < sweep->end)
             ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, a.dim,
                                                   following, a.keys);
@@ -6924,13 +6926,13 @@ ampc_flash_rows(ampc_flash_call a) {
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += ampc_flash_step(8 * N)) {
             int mine = ampc_warp_row<M>();
-            int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
+            int state = sweep->state(sweep->parts[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
             const unsigned char *k = others + turn * half + c * 2 * D;
-            float s[M][N][4];
+            float s[M][N][4], factor[2 * M];
             if (state == AMPC_HIDDEN) continue;
             ampc_tile_scores<D, BF16>(s, q, k);
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
-            ampc_flash_online_softmax<D>(s, a.scale, max, sum, o);
+            if (ampc_flash_online_weights<D>(s, a.scale, max, sum, factor)) ampc_flash_shrink<D>(o, factor);
             ampc_tile_weigh<D, BF16>(o, s, k + half / 2);
         }
         turn ^= 1;
@@ -6938,7 +6940,7 @@ ampc_flash_rows(ampc_flash_call a) {
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    ampc_flash_put<D, BF16, M>(a, *sweep, shared, o, max, sum);
+    ampc_flash_put<D, BF16, M>(a, *sweep, shared, ampc_warp_row<M>(), o, max, sum);
 #endif
 }
 
@@ -7024,15 +7026,15 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
     }
 }
 
-/* Writes the warp's rows of the results, which have `rows` rows. */
+/* Writes the warp's rows of the results, which begin with row `mine` of the block. */
 template <ampc_flash_pass PASS, int D, bool BF16, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
-                                                        unsigned char *scratch, int rows,
+                                                        unsigned char *scratch, int mine,
                                                         const float (&first)[M][D / 8][4],
                                                         const float (&second)[M][D / 8][4]) {
     const bool KEYS = PASS == AMPC_TO_KEYS;
-    int mine = ampc_warp_row<M>(), own = sweep.own + mine, left = rows - own;
+    int own = sweep.own + mine, left = (KEYS ? a.keys : a.queries) - own;
     const float2 *stats = ampc_flash_stats(a, sweep.place);
     float factor[M][2];
     if (left <= 0) return;
@@ -7064,7 +7066,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     const int other_half = ampc_flash_holds_all(D, PASS) ? -half : half;
     AMPC_DYNAMIC(shared);
     ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
-    if (threadIdx.x % 32 == 0) sweep->open(a, T);
+    if (threadIdx.x % 32 == 0) sweep->open(a, T, (int)threadIdx.x / 32, (int)blockDim.x / 32);
     __syncthreads();
     unsigned char *others = shared + 2 * R * 2 * D;
     /* the stats of the tiles' queries, or of the own queries */
@@ -7094,7 +7096,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += 8 * N) {
             int mine = ampc_warp_row<M>();
-            int state = sweep->state(sweep->warps[mine / (16 * M)], sweep->own + mine, 16 * M, at + c, 8 * N);
+            int state = sweep->state(sweep->parts[mine / (16 * M)], sweep->own + mine, 16 * M, at + c, 8 * N);
             const unsigned char *u = others + turn * other_half + c * 2 * D, *w = u + half / 2;
             float s[M][N][4], ds[M][N][4];
             if (state == AMPC_HIDDEN) continue;
@@ -7111,7 +7113,7 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    ampc_flash_put_gradient<PASS, D, BF16, M>(a, *sweep, shared, rows, first, second);
+    ampc_flash_put_gradient<PASS, D, BF16, M>(a, *sweep, shared, ampc_warp_row<M>(), first, second);
 #endif
 }
 

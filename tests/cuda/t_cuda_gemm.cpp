@@ -805,6 +805,30 @@ CUDA_TEST(gradients_are_cast_once) {
     CHECK_EQ(coc_kernel_launches("ampc_cast_kernel"), 1);
 }
 
+/* The memory of the copy belongs to the products until the release.  What is allocated in between is other memory. */
+CUDA_TEST(gradients_are_cast_once_in_held_memory) {
+    const gemm_case weight = {"weight", 24, 16, 32, 1, 1, 0, AMP_F32, AMP_BF16, AMP_F32, AMP_BF16};
+    const gemm_case inputs = {"inputs", 32, 16, 24, 1, 0, 0, AMP_F32, AMP_BF16, AMP_F32, AMP_BF16};
+    const size_t bytes = 32 * 24 * 2;
+    std::string right, out;
+    cuda_side side(amp_cuda());
+    gemm_arguments first(side, weight), second(side, inputs);
+    amp_k_gemm both[] = {first.g, second.g};
+    void *other = NULL;
+    both[1].a = both[0].a;
+    for (amp_k_gemm &g : both) CHECK_EQ(side.backend->gemm(side.dev, &g, NULL), AMP_OK);
+    first.get(side, &right), second.get(side, &right);
+    CHECK_EQ(side.backend->gemm_reserve(side.dev, both, 2), AMP_OK);
+    CHECK_EQ(side.backend->alloc(side.dev, &other, bytes), AMP_OK);
+    CHECK_EQ(side.backend->gemm(side.dev, &both[0], NULL), AMP_OK);       /* casts dy for both */
+    CHECK_EQ(side.backend->fill(side.dev, other, 1, bytes, NULL), AMP_OK);
+    CHECK_EQ(side.backend->gemm(side.dev, &both[1], NULL), AMP_OK);
+    side.backend->gemm_release(side.dev, both);
+    side.backend->free(side.dev, other, bytes);
+    first.get(side, &out), second.get(side, &out);
+    CHECK(out == right);
+}
+
 /* A graph keeps the memory of its cast: what is allocated later stays as it is when the graph runs. */
 CUDA_TEST(gradients_are_cast_once_captured) {
     const gemm_case weight = {"weight", 24, 16, 32, 1, 1, 0, AMP_F32, AMP_BF16, AMP_F32, AMP_BF16};
@@ -1264,6 +1288,7 @@ int main(int argc, char **argv) {
     RUN(workspace);
     RUN(weights_are_cast_once);
     RUN(gradients_are_cast_once);
+    RUN(gradients_are_cast_once_in_held_memory);
     RUN(gradients_are_cast_once_captured);
     RUN(failing_calls);
     RUN(epilogues_without_autotune);
