@@ -12,7 +12,29 @@ static inline void fragment_copy(void *shared, const void *from, bool there) {
     coc_copy_commit();
     coc_copy_wait(0);
 }
+static inline uint32_t fragment_number(const void *shared) { return coc_shared_number(shared); }
+static inline void fragment_gate_init(void *gate, unsigned count) { coc_mbarrier_init(gate, count); }
+static inline void fragment_gates_ready() { coc_mbarriers_ready(); }
+static inline void fragment_expect(void *gate, unsigned bytes) { coc_mbarrier_arrive(gate, bytes); }
+static inline void fragment_arrive(void *gate) { coc_mbarrier_arrive(gate, 0); }
+static inline void fragment_gate_wait(void *gate, unsigned parity) { coc_mbarrier_wait(gate, parity); }
+static inline void fragment_bytes(void *to, const void *from, unsigned bytes, void *gate) { coc_bulk_fetch(to, from, bytes, gate); }
+static inline void fragment_box(void *to, const void *map, void *gate, int c0, int c1, int c2, int c3) {
+    coc_tensor_fetch(to, map, gate, c0, c1, c2, c3);
+}
+/* Of a tile in shared memory; offsets in bytes. */
+static inline uint64_t descriptor(const void *tile, unsigned leading = 16, unsigned stride = 1024) {
+    return coc_shared_number(tile) >> 4 | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | (uint64_t)1 << 62;
+}
+struct fragment_operands;
+template <int N, bool ACROSS> void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o);
 #include "fragments.h"
+template <int N, bool ACROSS> void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o) {
+    coc_wgmma_fence();
+    coc_wgmma(&c[0][0], N, o.left ? NULL : a, o.left ? descriptor(o.left) : 0, descriptor(o.right, o.leading), ACROSS, o.bf16, o.add);
+    coc_wgmma_commit();
+    coc_wgmma_wait(0);
+}
 #include "../test.h"
 #include <math.h>
 #include <sys/wait.h>
@@ -551,6 +573,29 @@ HARNESS_TEST(missing_copy_wait_shows) {
         CHECK_EQ(launch(k_product_of_copies, 1, 32, 512, 0, out.data, in.data, wait), cudaSuccess);
         for (float x : out.get()) CHECK(wait ? x == 16.0f : isnan(x));
     }
+}
+
+/* ---- Compute capability 9.0 */
+
+/* The model of a GPU that code for sm_90a runs on, while it exists. */
+struct hopper {
+    hopper() { coc_set_devices(2, (size_t)1 << 24, 4, 90, 90 + COC_LETTER_A); }
+    ~hopper() {
+        coc_set_shared_base(1024);
+        coc_set_order(COC_FORWARD);
+        coc_set_devices(2);
+    }
+};
+HARNESS_TEST(warpgroup_fragments) {
+    hopper gpu;
+    for (unsigned base : {1024u, 3072u, 1024u + 128u})
+        for (int order = 0; order < COC_ORDERS; order++) {
+            coc_set_shared_base(base);
+            coc_set_order((coc_order)order);
+            for (std::string (*test)() : {fragment_phases, fragment_boxes}) CHECK_MSG(test().empty(), "%s", test().c_str());
+            std::string wrong = base == 1024 || order == 0 ? fragment_groups() : "";
+            CHECK_MSG(wrong.empty(), "%s", wrong.c_str());
+        }
 }
 
 /* ---- Conversions to 8 bits: what the PTX ISA says of NaN, signs, ties and what is too large. */
@@ -1468,6 +1513,7 @@ int main(int argc, char **argv) {
     RUN(tensor_core_fragments);
     RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
+    RUN(warpgroup_fragments);
     RUN(fp8_pairs);
     RUN(vectors);
     RUN(numbers);
