@@ -19,7 +19,7 @@ enum {
     MOST_COLUMNS = 256,
     MOST_PENDING = (1 << 20) - 1,
     NEVER = -2,
-    POISON = 0x7fc0de90         /* a NaN */
+    POISON = 0x7fa0de90         /* a signalling NaN: arithmetic makes another one of it */
 };
 const uint64_t GATE_WORD = 0x6d62617272696572u;
 
