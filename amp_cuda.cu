@@ -6184,6 +6184,234 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
 #endif
 }
 
+/* ---- Warpgroups: what compute capability 9.0 has beyond mma.  A warpgroup is four warps, from a multiple of 128
+   threads on.  It multiplies operands in shared memory.  Bulk copies fetch them, and a gate (an mbarrier) counts these.
+   Only code for sm_90a has these instructions.  Elsewhere the functions are empty, and nothing may call them.  See PTX
+   ISA, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier" and "cp.async.bulk.tensor". */
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
+#  define AMPC_WARPGROUPS 1
+#else
+#  define AMPC_WARPGROUPS 0
+#endif
+
+/* A CUtensorMap, so that cuda.h is not needed.  A kernel takes it as const __grid_constant__. */
+struct alignas(64) ampc_tensor_map {
+    uint64_t words[16];
+};
+
+/* The GPU's number of a byte in shared memory.  Tiles start at multiples of 1024 in these numbers. */
+[[maybe_unused]] __device__ __forceinline__ uint32_t ampc_shared_number(const void *shared) {
+#if defined(__CUDA_ARCH__)
+    return ampc_address_of(shared);
+#elif !defined(__CUDACC__)
+    return coc_shared_number(shared);
+#else
+    return 0;
+#endif
+}
+
+/* Makes a gate of 8 bytes in shared memory.  A phase of it completes after `count` arrivals and all expected bytes.
+   The thread that made gates calls ampc_gates_ready, and then the block meets in __syncthreads. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_gate_init(void *gate, unsigned count) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(ampc_address_of(gate)), "r"(count) : "memory");
+#elif !defined(__CUDACC__)
+    coc_mbarrier_init(gate, count);
+#endif
+}
+[[maybe_unused]] __device__ __forceinline__ void ampc_gates_ready() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_mbarriers_ready();
+#endif
+}
+/* An arrival.  The phase also waits for so many bytes of copies, which are started after it. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_gate_expect(void *gate, unsigned bytes) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(ampc_address_of(gate)), "r"(bytes) : "memory");
+#elif !defined(__CUDACC__)
+    coc_mbarrier_arrive(gate, bytes);
+#endif
+}
+[[maybe_unused]] __device__ __forceinline__ void ampc_gate_arrive(void *gate) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(ampc_address_of(gate)) : "memory");
+#elif !defined(__CUDACC__)
+    coc_mbarrier_arrive(gate, 0);
+#endif
+}
+/* Waits until the phase of this parity has completed.  The first phase has parity 0, and the one before it counts as
+   completed.  A gate that never completes is an error of the kernel, which then traps and does not block the GPU. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_gate_wait(void *gate, unsigned parity) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("{\n .reg .pred done, late;\n .reg .u32 polls;\n mov.u32 polls, 0;\n again%=:\n"
+                 " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @done bra passed%=;\n"
+                 " add.u32 polls, polls, 1;\n setp.gt.u32 late, polls, 67108864;\n @!late bra again%=;\n trap;\n"
+                 " passed%=:\n}"
+                 :: "r"(ampc_address_of(gate)), "r"(parity) : "memory");
+#elif !defined(__CUDACC__)
+    coc_mbarrier_wait(gate, parity);
+#endif
+}
+
+/* Starts to copy the box of a map at these coordinates, innermost first.  What lies outside the tensor becomes 0. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_box_fetch(void *to, const ampc_tensor_map *map, void *gate,
+                                                                int c0, int c1, int c2, int c3) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, "
+                 "%4, %5, %6}], [%2];"
+                 :: "r"(ampc_address_of(to)), "l"(map), "r"(ampc_address_of(gate)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+                 : "memory");
+#elif !defined(__CUDACC__)
+    coc_tensor_fetch(to, map, gate, c0, c1, c2, c3);
+#endif
+}
+/* Starts to copy contiguous bytes.  Addresses and size are multiples of 16. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_bytes_fetch(void *to, const void *from, unsigned bytes,
+                                                                  void *gate) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(ampc_address_of(to)), "l"(from), "r"(bytes), "r"(ampc_address_of(gate)) : "memory");
+#elif !defined(__CUDACC__)
+    coc_bulk_fetch(to, from, bytes, gate);
+#endif
+}
+
+/* The descriptor of an operand in shared memory, in tiles whose rows of 128 bytes are swizzled as by a map with a
+   swizzle of 128 bytes.  Groups of 8 rows are `stride` bytes apart.  If the depth runs across rows, `leading` is the
+   distance between tiles of 64 columns.  Otherwise it is not used. */
+[[maybe_unused]] __device__ __forceinline__ uint64_t ampc_descriptor(const void *tile, unsigned leading,
+                                                                     unsigned stride) {
+    return (uint64_t)(ampc_shared_number(tile) >> 4 & 0x3fff) | (uint64_t)(leading >> 4 & 0x3fff) << 16 |
+           (uint64_t)(stride >> 4 & 0x3fff) << 32 | (uint64_t)1 << 62;
+}
+
+/* Must come before the first product of each group: it orders earlier uses of registers before the products. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_group_fence() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_wgmma_fence();
+#endif
+}
+/* Ends a group, which holds the products since the last commit. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_group_commit() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+#elif !defined(__CUDACC__)
+    coc_wgmma_commit();
+#endif
+}
+/* Waits for all groups but the last LEFT.  Until then, sums and left operands in registers may not be used. */
+template <int LEFT> __device__ __forceinline__ void ampc_group_wait() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(LEFT) : "memory");
+#elif !defined(__CUDACC__)
+    coc_wgmma_wait(LEFT);
+#endif
+}
+
+#define AMPC_SUM(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define AMPC_SUMS_32(c, n) \
+    AMPC_SUM(c, n), AMPC_SUM(c, n + 1), AMPC_SUM(c, n + 2), AMPC_SUM(c, n + 3), AMPC_SUM(c, n + 4), \
+        AMPC_SUM(c, n + 5), AMPC_SUM(c, n + 6), AMPC_SUM(c, n + 7)
+#define AMPC_NAMES_32 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
+    "%24, %25, %26, %27, %28, %29, %30, %31"
+#define AMPC_NAMES_64 \
+    AMPC_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, " \
+    "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+/* wgmma.mma_async with the names of its sums, of whether to add to them, and of its other operands. */
+#define AMPC_WGMMA(n, type, sums, add, operands) \
+    "{\n .reg .pred p;\n setp.ne.b32 p, " add ", 0;\n wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
+    " {" sums "}, " operands ";\n}"
+
+/* c = a b, or c += a b, where a is 64 x 16 and b is 16 x N.  A warp has the sums of 16 rows, as N / 8 fragments of
+   ampc_mma side by side.  a and b are descriptors.  ACROSS: the depth of b runs across the rows of its tiles, not along
+   them. */
+template <int N, bool BF16, bool ACROSS>
+__device__ __forceinline__ void ampc_group_mma(float (&c)[N / 8][4], uint64_t a, uint64_t b, bool add) {
+    static_assert(N == 64 || N == 128, "see AMPC_NAMES");
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (N == 64 && BF16)
+        asm volatile(AMPC_WGMMA("64", "bf16", AMPC_NAMES_32, "%34", "%32, %33, p, 1, 1, 0, %35")
+                     : AMPC_SUMS_32(c, 0) : "l"(a), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else if constexpr (N == 64)
+        asm volatile(AMPC_WGMMA("64", "f16", AMPC_NAMES_32, "%34", "%32, %33, p, 1, 1, 0, %35")
+                     : AMPC_SUMS_32(c, 0) : "l"(a), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else if constexpr (BF16)
+        asm volatile(AMPC_WGMMA("128", "bf16", AMPC_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67")
+                     : AMPC_SUMS_32(c, 0), AMPC_SUMS_32(c, 8) : "l"(a), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else
+        asm volatile(AMPC_WGMMA("128", "f16", AMPC_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67")
+                     : AMPC_SUMS_32(c, 0), AMPC_SUMS_32(c, 8) : "l"(a), "l"(b), "r"((int)add), "n"((int)ACROSS));
+#elif !defined(__CUDACC__)
+    coc_wgmma(&c[0][0], N, NULL, a, b, ACROSS, BF16, add);
+#endif
+}
+/* The same with a in registers: a warp has its 16 rows, as a fragment of ampc_mma. */
+template <int N, bool BF16, bool ACROSS>
+__device__ __forceinline__ void ampc_group_mma(float (&c)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool add) {
+    static_assert(N == 64 || N == 128, "see AMPC_NAMES");
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    if constexpr (N == 64 && BF16)
+        asm volatile(AMPC_WGMMA("64", "bf16", AMPC_NAMES_32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38")
+                     : AMPC_SUMS_32(c, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else if constexpr (N == 64)
+        asm volatile(AMPC_WGMMA("64", "f16", AMPC_NAMES_32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38")
+                     : AMPC_SUMS_32(c, 0)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else if constexpr (BF16)
+        asm volatile(AMPC_WGMMA("128", "bf16", AMPC_NAMES_64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
+                     : AMPC_SUMS_32(c, 0), AMPC_SUMS_32(c, 8)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));
+    else
+        asm volatile(AMPC_WGMMA("128", "f16", AMPC_NAMES_64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70")
+                     : AMPC_SUMS_32(c, 0), AMPC_SUMS_32(c, 8)
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add), "n"((int)ACROSS));
+#elif !defined(__CUDACC__)
+    coc_wgmma(&c[0][0], N, a, 0, b, ACROSS, BF16, add);
+#endif
+}
+
+/* Sets how many registers each thread of the warpgroup may use from here on.  The kernel's launch bounds name one block
+   per multiprocessor. */
+template <int REGISTERS> __device__ __forceinline__ void ampc_registers_less() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#elif !defined(__CUDACC__)
+    coc_setmaxnreg(REGISTERS, false);
+#endif
+}
+template <int REGISTERS> __device__ __forceinline__ void ampc_registers_more() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+#elif !defined(__CUDACC__)
+    coc_setmaxnreg(REGISTERS, true);
+#endif
+}
+
+/* Waits at barrier `id` (1 to 15) until `threads` threads have met there.  With ampc_pass, a warp counts as met and
+   does not wait. */
+[[maybe_unused]] __device__ __forceinline__ void ampc_meet(int id, int threads) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+#elif !defined(__CUDACC__)
+    coc_named_barrier(id, threads, true);
+#endif
+}
+[[maybe_unused]] __device__ __forceinline__ void ampc_pass(int id, int threads) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(threads) : "memory");
+#elif !defined(__CUDACC__)
+    coc_named_barrier(id, threads, false);
+#endif
+}
+
 /* ---- Tiles, which are rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same
    piece of 8 neighbouring rows over all banks.  Therefore neither copies nor ldmatrix have bank conflicts. */
 

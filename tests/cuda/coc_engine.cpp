@@ -29,9 +29,9 @@ enum {
     STATIC_SITES = 64,
     STATIC_ROOM = COC_SHARED_DEFAULT + STATIC_SITES * 2 * RED_ZONE,
     DYNAMIC_ROOM = COC_SHARED_MOST + RED_ZONE,
+    DYNAMIC_ALIGNED = 1024,     /* what a swizzled tile is aligned to */
     SIGNAL_BYTES = 64 << 10,
     CANARY = 0xCB,
-    READY_WORDS = 1024 / 64,    /* a bit for each thread of the largest block */
     PARALLEL_FROM = 2048        /* threads of a grid; below it waking an OpenMP thread costs more than it saves */
 };
 
@@ -41,6 +41,7 @@ coc_order coc_current_order;
 uint64_t coc_order_seed = 1;
 unsigned coc_last_blocks;
 coc_work coc_worked;
+unsigned coc_shared_base = 0x400;       /* as on sm_90, where the first kilobyte is the system's */
 
 struct coc_meeting {
     coc_slots slots;
@@ -60,7 +61,7 @@ struct block_state : coc_block {
     int barrier_line;
     unsigned votes[2];          /* of this and the last generation */
     const unsigned *order, *position;
-    uint64_t ready[READY_WORDS], at_barrier[READY_WORDS];       /* by position: who can run, who waits for the block */
+    uint64_t ready[COC_READY_WORDS], at_barrier[COC_READY_WORDS];       /* by position: who can run, who waits for the block */
     const coc_grid *what;
 };
 
@@ -76,9 +77,10 @@ struct worker {
     std::vector<int> free_stacks;
     std::deque<coc_meeting> meetings;
     coc_meeting *free_meetings = nullptr;
-    unsigned char *static_shared, *dynamic_shared;
+    unsigned char *static_shared, *dynamic_room, *dynamic_shared;
     std::vector<shared_site> sites;
     size_t static_bytes = 0, static_end = 0, dynamic_bytes = 0;
+    coc_hopper *hopper;
     unsigned char *signal_stack = nullptr;
     void *main_pointer = nullptr, *main_fake = nullptr;
     const void *main_bottom = nullptr;
@@ -110,9 +112,11 @@ static unsigned char *map_room(size_t bytes) {
 
 worker::worker() {
     static_shared = map_room(STATIC_ROOM);
-    dynamic_shared = map_room(DYNAMIC_ROOM + RED_ZONE) + RED_ZONE;
+    dynamic_room = map_room(DYNAMIC_ROOM + 2 * DYNAMIC_ALIGNED) + DYNAMIC_ALIGNED;
+    dynamic_shared = dynamic_room;
+    hopper = coc_hopper_new();
     coc_poison(static_shared, STATIC_ROOM);
-    coc_poison(dynamic_shared, DYNAMIC_ROOM);
+    coc_poison(dynamic_room - RED_ZONE, DYNAMIC_ROOM + DYNAMIC_ALIGNED);
 #if !COC_ASAN
     signal_stack = map_room(SIGNAL_BYTES);
 #endif
@@ -263,7 +267,8 @@ static std::string waiting() {
         const coc_thread *t = &b->threads[i];
         char entry[160];
         if (t->state == 2 || t->wait == nullptr) continue;
-        if (t->line) snprintf(entry, sizeof entry, "%s (line %d)", t->where, t->line);
+        if (t->line > 0) snprintf(entry, sizeof entry, "%s (line %d)", t->where, t->line);
+        else if (t->line < 0) snprintf(entry, sizeof entry, "%s", t->where);
         else snprintf(entry, sizeof entry, "%s (mask %08x)", t->where, t->held ? t->held->mask : 0u);
         bool known = false;
         for (const std::string &s : seen) known = known || s == entry;
@@ -313,27 +318,49 @@ static coc_thread *next_runnable(const coc_thread *me) {
     return bits == 0 ? nullptr : &b->threads[b->order[word * 64 + (unsigned)__builtin_ctzll(bits)]];
 }
 
-static void wait_for(const volatile unsigned *flag, unsigned value, const char *where, int line) {
+/* The same.  If there is none, bulk copies land, one after the other, until there is one. */
+static coc_thread *next_or_landed(const coc_thread *me) {
+    coc_thread *next = next_runnable(me);
+    while (next == nullptr && coc_hopper_land()) next = next_runnable(me);
+    if (next == nullptr) deadlock();
+    return next;
+}
+
+/* waiting: who waits for the same, so that it can be woken, or NULL. */
+static void wait_for(uint64_t *waiting, const volatile unsigned *flag, unsigned value, const char *where, int line) {
     coc_thread *me = coc_current;
     block_state *b = current_block();
     unsigned position = b->position[me - b->threads];
     clear_bit(b->ready, position);
-    if (flag == &b->generation) set_bit(b->at_barrier, position);
+    if (waiting != nullptr) set_bit(waiting, position);
     me->wait = flag;
     me->wait_value = value;
     me->where = where;
     me->line = line;
-    coc_thread *next = next_runnable(me);
-    if (next == nullptr) deadlock();
-    enter(here, &me->stack_pointer, &me->fake_stack, next);
+    coc_thread *next = next_or_landed(me);
+    if (next != me) enter(here, &me->stack_pointer, &me->fake_stack, next);
     me->wait = nullptr;
 }
+
+void coc_wait_in(uint64_t *waiting, const volatile unsigned *flag, unsigned value, const char *where) {
+    wait_for(waiting, flag, value, where, -1);
+}
+void coc_wake(uint64_t *waiting) {
+    block_state *b = current_block();
+    for (unsigned i = 0; i < COC_READY_WORDS; i++) b->ready[i] |= waiting[i], waiting[i] = 0;
+}
+unsigned coc_thread_number() { return (unsigned)(coc_current - current_block()->threads); }
+unsigned coc_block_threads() { return current_block()->n; }
+const coc_grid *coc_grid_now() { return current_block()->what; }
+coc_hopper *coc_hopper_here() { return here->hopper; }
+coc_work *coc_work_here() { return &here->work; }
 
 static void release_barrier(block_state *b) {
     b->arrived = 0;
     b->generation = b->generation + 1;
     b->votes[b->generation & 1] = 0;
-    for (unsigned i = 0; i < READY_WORDS; i++) b->ready[i] |= b->at_barrier[i], b->at_barrier[i] = 0;
+    coc_wake(b->at_barrier);
+    coc_hopper_barrier();
 }
 
 unsigned coc_barrier(int value, const char *name, int line) {
@@ -348,7 +375,7 @@ unsigned coc_barrier(int value, const char *name, int line) {
     here->work.barriers++;
     here->work.busy_barriers += !coc_current->copies.empty();
     if (++b->arrived == b->live) release_barrier(b);
-    else wait_for(&b->generation, generation, name, line);
+    else wait_for(b->at_barrier, &b->generation, generation, name, line);
     return b->votes[generation & 1];
 }
 
@@ -412,7 +439,7 @@ const coc_slots *coc_exchange(unsigned mask, const void *value, size_t bytes, co
     m->holders++;
     me->held = m;
     if (m->arrived == (mask & warp->alive)) close_meeting(warp, m);
-    else wait_for(&m->complete, 0, name, 0);
+    else wait_for(nullptr, &m->complete, 0, name, 0);
     return &m->slots;
 }
 
@@ -443,7 +470,34 @@ void *coc_static_shared(const void *site, size_t bytes) {
     return w->static_shared + offset;
 }
 
+bool coc_is_shared(const void *p, size_t bytes) {
+    const unsigned char *at = (const unsigned char *)p;
+    if (at >= here->dynamic_shared && bytes <= here->dynamic_bytes)
+        return (size_t)(at - here->dynamic_shared) <= here->dynamic_bytes - bytes;
+    for (const shared_site &s : here->sites)
+        if (at >= here->static_shared + s.offset && bytes <= s.bytes &&
+            (size_t)(at - here->static_shared) - s.offset <= s.bytes - bytes) return true;
+    return false;
+}
+
+uint32_t coc_shared_number(const void *p) {
+    const unsigned char *at = (const unsigned char *)p;
+    if (at < here->dynamic_shared || at > here->dynamic_shared + here->dynamic_bytes)
+        coc_trap(cudaErrorIllegalAddress, "the address of dynamic shared memory is asked for, and %p is none", p);
+    return coc_shared_base + (uint32_t)(at - here->dynamic_shared);
+}
+unsigned char *coc_shared_at(uint32_t number, size_t bytes) {
+    size_t most = here->dynamic_bytes, from = number - coc_shared_base;
+    return number < coc_shared_base || bytes > most || from > most - bytes ? nullptr : here->dynamic_shared + from;
+}
+
 static void prepare_shared(worker *w, size_t dynamic) {
+    unsigned char *start = w->dynamic_room + coc_shared_base % DYNAMIC_ALIGNED;
+    if (w->dynamic_shared != start) {           /* pointers and numbers agree in what they are multiples of */
+        coc_poison(w->dynamic_shared, w->dynamic_bytes);
+        w->dynamic_shared = start;
+        w->dynamic_bytes = 0;
+    }
     w->sites.clear();
     coc_poison(w->static_shared, w->static_end);
     w->static_bytes = w->static_end = 0;
@@ -531,7 +585,7 @@ uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2) {
 
 /* ---- Tensor cores */
 
-static float half_value(uint32_t bits, bool bf16) {
+float coc_half_value(uint32_t bits, bool bf16) {
     float x;
     bits &= 0xffff;
     uint32_t wide = bf16 ? bits << 16 : (bits & 0x8000) << 16 | (bits & 0x7fff) << 13;
@@ -546,8 +600,8 @@ void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16)
     if (coc_image() < 80)
         coc_trap(cudaErrorIllegalInstruction, "mma.m16n8k16 in code that was compiled for sm_%d, which has none", coc_image());
     for (int e = 0; e < 2; e++) {
-        for (int i = 0; i < 4; i++) mine.a[i][e] = half_value(a[i] >> 16 * e, bf16);
-        for (int i = 0; i < 2; i++) mine.b[i][e] = half_value(b[i] >> 16 * e, bf16);
+        for (int i = 0; i < 4; i++) mine.a[i][e] = coc_half_value(a[i] >> 16 * e, bf16);
+        for (int i = 0; i < 2; i++) mine.b[i][e] = coc_half_value(b[i] >> 16 * e, bf16);
     }
     const coc_slots *s = coc_exchange(~0u, &mine, sizeof mine, "mma.m16n8k16");
     if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k16 without all lanes of the warp");
@@ -583,6 +637,8 @@ void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed) {
 static void finish_thread(coc_thread *me) {
     block_state *b = current_block();
     if (!me->copies.empty()) coc_trap(cudaErrorLaunchFailure, "returned before its cp.async were waited for");
+    coc_hopper_return();
+    if (b->live == 1) coc_hopper_end();
     drop_meeting(me);
     me->state = 2;
     clear_bit(b->ready, b->position[me - b->threads]);
@@ -610,8 +666,7 @@ COC_UNMARKED static void fiber_main() {
             w->free_stacks.push_back(me->stack);
             leave_to_main(w, me);
         }
-        coc_thread *next = next_runnable(me);
-        if (next == nullptr) deadlock();
+        coc_thread *next = next_or_landed(me);
         if (next->state == 0) {                 /* it goes on upon this stack */
             next->state = 1;
             next->stack = me->stack;
@@ -684,6 +739,7 @@ static void prepare_block(worker *w, block_state *b, const coc_grid *what, unsig
         for (unsigned y = 0; y < block.y; y++)
             for (unsigned x = 0; x < block.x; x++, i++) prepare_thread(&b->threads[i], {x, y, z}, i % 32, &w->warps[i / 32]);
     prepare_shared(w, what->shared);
+    coc_hopper_begin(w->hopper, n, index);
 }
 
 /* After a fault the fibers are left as they are: their stacks and meetings are free again. */
@@ -741,7 +797,8 @@ cudaError_t coc_run_grid(const coc_grid *what) {
             if (here->failed != cudaSuccess) __atomic_store_n(&result, here->failed, __ATOMIC_RELAXED);
         }
         for (long coc_work::*count : {&coc_work::switches, &coc_work::mmas, &coc_work::ldmatrices, &coc_work::fp8_pairs,
-                                      &coc_work::async_bytes, &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers})
+                                      &coc_work::async_bytes, &coc_work::prefetches, &coc_work::barriers, &coc_work::busy_barriers,
+                                      &coc_work::wgmmas, &coc_work::bulk_bytes})
             __atomic_fetch_add(&(coc_worked.*count), here->work.*count, __ATOMIC_RELAXED);
         end_work();
     }

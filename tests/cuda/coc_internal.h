@@ -13,6 +13,7 @@ struct coc_grid {
     size_t shared_most;         /* static and dynamic together */
     coc_call *call;
     const char *name;
+    int device;
 };
 /* Runs all blocks.  Returns cudaSuccess or the fault that ended the kernel. */
 cudaError_t coc_run_grid(const coc_grid *grid);
@@ -24,13 +25,46 @@ int coc_host_touched(const void *address);
 std::string coc_describe(const void *address);
 std::string coc_function_name(const void *function);
 /* Counts of kernels since the program began; see coc_counts. */
-struct coc_work { long switches, mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, barriers, busy_barriers; };
+struct coc_work { long switches, mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, barriers, busy_barriers, wgmmas, bulk_bytes; };
 extern coc_work coc_worked;
 extern coc_order coc_current_order;
 extern uint64_t coc_order_seed;
-extern unsigned coc_last_blocks;
+extern unsigned coc_last_blocks, coc_shared_base;
 void coc_install_handler();
 void coc_check_locks(const char *function);
+
+/* ---- Between the engine and coc_hopper.cpp.  A set of waiting threads has a bit for each thread of the largest block. */
+
+enum { COC_READY_WORDS = 1024 / 64 };
+struct coc_hopper;                              /* what a block has of it, kept by each OS thread */
+coc_hopper *coc_hopper_new();
+coc_hopper *coc_hopper_here();
+void coc_hopper_begin(coc_hopper *hopper, unsigned threads, unsigned block);
+void coc_hopper_barrier();                      /* all threads of the block met */
+void coc_hopper_return();                       /* the current thread returns */
+void coc_hopper_end();                          /* it is the block's last */
+bool coc_hopper_land();                         /* One of the copies that are under way lands; false if there is none. */
+/* Waits while *flag is `value`; who changes it wakes those that wait. */
+void coc_wait_in(uint64_t *waiting, const volatile unsigned *flag, unsigned value, const char *where);
+void coc_wake(uint64_t *waiting);
+unsigned coc_thread_number();                   /* of the current thread in its block */
+unsigned coc_block_threads();
+const coc_grid *coc_grid_now();
+coc_work *coc_work_here();
+bool coc_is_shared(const void *p, size_t bytes);            /* These bytes lie inside one array of shared memory. */
+unsigned char *coc_shared_at(uint32_t number, size_t bytes);    /* the inverse of coc_shared_number, or NULL */
+float coc_half_value(uint32_t bits, bool bf16);
+/* What cuTensorMapEncodeTiled writes into the 128 bytes of a map. */
+struct coc_tensor_map {
+    uint64_t magic;
+    unsigned char *data;
+    uint64_t size[5], stride[4];                /* numbers; bytes */
+    uint16_t box[5];
+    uint8_t rank, bytes, swizzled;              /* bytes of a number */
+    int8_t device;
+};
+enum : uint64_t { COC_TENSOR_MAP = 0x70616d726f736e74u };
+static_assert(sizeof(coc_tensor_map) <= 128, "as the driver's");
 
 /* ---- For a library above the runtime (coc_cublas.cpp). */
 

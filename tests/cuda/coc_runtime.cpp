@@ -150,6 +150,8 @@ struct model_state {
     coc_model_lock lock;
     std::vector<device_state> devices;
     int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
+    bool letter = false;        /* the image's */
+    int driver = 13000;
     size_t memory = (size_t)1 << 30;
     int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
     coc_schedule schedule = COC_LATE;
@@ -729,7 +731,9 @@ size_t shared_optin() {
     return (size_t)kilobytes * 1024;
 }
 
-bool image_runs() { return model().image <= model().capability; }
+bool image_runs() {
+    return model().letter ? model().image == model().capability : model().image <= model().capability;
+}
 
 bool pointer_is_usable(const void *p, int index) {
     if (p == nullptr || !model().pointer_check) return true;
@@ -792,7 +796,7 @@ cudaError_t coc_launch(coc_call *work, dim3 grid, dim3 block, size_t shared, cud
     if (error != cudaSuccess) return call.done(error);
     int index = stream->device;
     return call.done(put(stream, [=] {
-        coc_grid what = {grid, block, shared, shared_most, owned.get(), name.c_str()};
+        coc_grid what = {grid, block, shared, shared_most, owned.get(), name.c_str(), index};
         return run_kernel(what, index);
     }, {}, name));
 }
@@ -910,7 +914,8 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
     return cudaSuccess;
 }
 
-/* The driver's function that is asked for by name. */
+/* ---- The driver's functions that are asked for by name */
+
 static int context_state(int index, unsigned *flags, int *active) {
     std::lock_guard<coc_model_lock> guard(model().lock);
     if (index < 0 || index >= model().device_count) return 101;         /* CUDA_ERROR_INVALID_DEVICE */
@@ -919,14 +924,78 @@ static int context_state(int index, unsigned *flags, int *active) {
     return 0;
 }
 
+/* A tensor map as its arguments describe it, in cuda.h's order. */
+struct tiled_tensor {
+    int type;
+    unsigned rank;
+    const void *address;
+    const uint64_t *size, *stride;
+    const unsigned *box, *step;
+    int interleave, swizzle, promotion, fill;
+};
+
+/* Bytes of a number of a CUtensorMapDataType, 0: none; numbers of less than a byte are not modelled. */
+static unsigned tensor_bytes(int type) {
+    static const unsigned char bytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 8, 2, 4, 4, 4};
+    return type >= 0 && type < (int)sizeof bytes ? bytes[type] : 0;
+}
+
+/* What cuda.h asks of cuTensorMapEncodeTiled. */
+static bool driver_takes(const void *map, const tiled_tensor &t) {
+    const unsigned bytes = tensor_bytes(t.type), inside[] = {256 * 8, 32, 64, 128, 128, 128, 128};
+    if (map == nullptr || ((uintptr_t)map & 63) != 0 || bytes == 0 || t.rank < 1 || t.rank > 5) return false;
+    if (t.address == nullptr || ((uintptr_t)t.address & 15) != 0) return false;
+    for (unsigned d = 0; d < t.rank; d++) {
+        if (t.size[d] == 0 || t.size[d] > (uint64_t)1 << 32 || t.box[d] == 0 || t.box[d] > 256) return false;
+        if (t.step[d] == 0 || t.step[d] > 8) return false;
+        if (d + 1 < t.rank && (t.stride[d] % 16 != 0 || t.stride[d] >= (uint64_t)1 << 40)) return false;
+    }
+    if (t.interleave < 0 || t.interleave > 2 || t.swizzle < 0 || t.swizzle > 6 || t.promotion < 0 || t.promotion > 3) return false;
+    if (t.fill < 0 || t.fill > 1 || (t.interleave != 0 && t.rank < 3) || (t.interleave == 2 && t.swizzle != 1)) return false;
+    return t.interleave != 0 || (t.box[0] * bytes % 16 == 0 && t.box[0] * bytes <= inside[t.swizzle]);
+}
+
+/* The model has boxes of neighbouring numbers, swizzled in spans of 128 bytes or not at all, and zeros outside. */
+static int encode_tiled(void *map, int type, unsigned rank, void *address, const uint64_t *size, const uint64_t *stride,
+                        const unsigned *box, const unsigned *step, int interleave, int swizzle, int promotion, int fill) {
+    const cudaError_t before = last_error;      /* which is the runtime's */
+    const tiled_tensor t = {type, rank, address, size, stride, box, step, interleave, swizzle, promotion, fill};
+    coc_tensor_map made = {};
+    api_call call("cuTensorMapEncodeTiled", NO_CONTEXT);
+    last_error = before;
+    if (call.error != cudaSuccess || !driver_takes(map, t)) return 1;   /* CUDA_ERROR_INVALID_VALUE */
+    bool plain = interleave == 0 && (swizzle == 0 || swizzle == 3) && fill == 0;
+    made.magic = COC_TENSOR_MAP;
+    made.data = (unsigned char *)address;
+    made.rank = (uint8_t)rank;
+    made.bytes = (uint8_t)tensor_bytes(type);
+    made.swizzled = swizzle == 3;
+    made.device = (int8_t)(device_of(address) < 0 ? current_device : device_of(address));
+    for (unsigned d = 0; d < rank; d++) {
+        plain = plain && step[d] == 1;
+        made.size[d] = size[d];
+        made.box[d] = (uint16_t)box[d];
+        if (d + 1 < rank) made.stride[d] = stride[d];
+    }
+    if (!plain) coc_fault("cuTensorMapEncodeTiled: the model has no such map");
+    memset(map, 0, 128);
+    if (plain) memcpy(map, &made, sizeof made);
+    return 0;
+}
+
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long,
                                              enum cudaDriverEntryPointQueryResult *result) {
+    static const struct { const char *name; void *function; unsigned since; } known[] = {
+        {"cuDevicePrimaryCtxGetState", (void *)context_state, 7000}, {"cuTensorMapEncodeTiled", (void *)encode_tiled, 12000},
+    };
     COC_CALL(NO_CONTEXT);
-    const bool known = strcmp(symbol, "cuDevicePrimaryCtxGetState") == 0;
-    *function = known && version >= 7000 ? (void *)context_state : nullptr;
-    *result = !known          ? cudaDriverEntryPointSymbolNotFound
-              : version < 7000 ? cudaDriverEntryPointVersionNotSufficent
-                               : cudaDriverEntryPointSuccess;
+    *function = nullptr;
+    *result = cudaDriverEntryPointSymbolNotFound;
+    for (const auto &k : known) {
+        if (strcmp(symbol, k.name) != 0 || k.since > (unsigned)model().driver) continue;
+        *result = version < k.since ? cudaDriverEntryPointVersionNotSufficent : cudaDriverEntryPointSuccess;
+        if (version >= k.since) *function = k.function;
+    }
     return cudaSuccess;
 }
 
@@ -964,7 +1033,7 @@ cudaError_t cudaDeviceReset(void) {
 
 cudaError_t cudaDriverGetVersion(int *version) {
     COC_CALL(AFTER_LOSS | NO_CONTEXT);
-    *version = 13000;
+    *version = model().driver;
     return cudaSuccess;
 }
 
@@ -1617,6 +1686,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
     attributes->numRegs = 32;
     attributes->ptxVersion = model().image;
     attributes->binaryVersion = model().capability;
+    if (coc_function_name(function) == "ampc_marker_kernel") attributes->sharedSizeBytes = model().letter ? 64 : 32;
     attributes->maxDynamicSharedSizeBytes = limit == limits.end() ? (int)COC_SHARED_DEFAULT : limit->second;
     return cudaSuccess;
 }
@@ -1735,6 +1805,9 @@ void coc_set_hidden(int hidden) {
 }
 
 int coc_image() { return model().image; }
+bool coc_image_has_letter() { return model().letter; }
+void coc_set_driver(int version) { model().driver = version; }
+void coc_set_shared_base(unsigned number) { coc_shared_base = number; }
 int coc_capability() { return model().capability; }
 
 void coc_set_devices(int count, size_t memory, int multiprocessors, int capability, int image) {
@@ -1743,7 +1816,8 @@ void coc_set_devices(int count, size_t memory, int multiprocessors, int capabili
     model().memory = memory;
     model().multiprocessors = multiprocessors;
     model().capability = capability;
-    model().image = image ? image : capability;
+    model().letter = (image & COC_LETTER_A) != 0;
+    model().image = image ? image & ~COC_LETTER_A : capability;
 }
 
 coc_counts coc_count() {
@@ -1758,6 +1832,8 @@ coc_counts coc_count() {
     counts.prefetches = coc_worked.prefetches - before.prefetches;
     counts.barriers = coc_worked.barriers - before.barriers;
     counts.busy_barriers = coc_worked.busy_barriers - before.busy_barriers;
+    counts.wgmmas = coc_worked.wgmmas - before.wgmmas;
+    counts.bulk_bytes = coc_worked.bulk_bytes - before.bulk_bytes;
     return counts;
 }
 
@@ -1833,6 +1909,7 @@ void coc_reset() {
     for (auto &entry : m.pinned) free(entry.first);
     m.pinned.clear();
     m.fail_in = 0;
+    m.driver = 13000;
     m.modelled_clock = 1;
     m.clock = m.host_clock = m.launch_time = 0;
     m.ranges.clear();

@@ -12,7 +12,29 @@ static inline void fragment_copy(void *shared, const void *from, bool there) {
     coc_copy_commit();
     coc_copy_wait(0);
 }
+static inline uint32_t fragment_number(const void *shared) { return coc_shared_number(shared); }
+static inline void fragment_gate_init(void *gate, unsigned count) { coc_mbarrier_init(gate, count); }
+static inline void fragment_gates_ready() { coc_mbarriers_ready(); }
+static inline void fragment_expect(void *gate, unsigned bytes) { coc_mbarrier_arrive(gate, bytes); }
+static inline void fragment_arrive(void *gate) { coc_mbarrier_arrive(gate, 0); }
+static inline void fragment_gate_wait(void *gate, unsigned parity) { coc_mbarrier_wait(gate, parity); }
+static inline void fragment_bytes(void *to, const void *from, unsigned bytes, void *gate) { coc_bulk_fetch(to, from, bytes, gate); }
+static inline void fragment_box(void *to, const void *map, void *gate, int c0, int c1, int c2, int c3) {
+    coc_tensor_fetch(to, map, gate, c0, c1, c2, c3);
+}
+/* Of a tile in shared memory; offsets in bytes. */
+static inline uint64_t descriptor(const void *tile, unsigned leading = 16, unsigned stride = 1024) {
+    return coc_shared_number(tile) >> 4 | (uint64_t)(leading >> 4) << 16 | (uint64_t)(stride >> 4) << 32 | (uint64_t)1 << 62;
+}
+struct fragment_operands;
+template <int N, bool ACROSS> void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o);
 #include "fragments.h"
+template <int N, bool ACROSS> void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o) {
+    coc_wgmma_fence();
+    coc_wgmma(&c[0][0], N, o.left ? NULL : a, o.left ? descriptor(o.left) : 0, descriptor(o.right, o.leading), ACROSS, o.bf16, o.add);
+    coc_wgmma_commit();
+    coc_wgmma_wait(0);
+}
 #include "../test.h"
 #include <math.h>
 #include <sys/wait.h>
@@ -551,6 +573,575 @@ HARNESS_TEST(missing_copy_wait_shows) {
         CHECK_EQ(launch(k_product_of_copies, 1, 32, 512, 0, out.data, in.data, wait), cudaSuccess);
         for (float x : out.get()) CHECK(wait ? x == 16.0f : isnan(x));
     }
+}
+
+/* ---- Compute capability 9.0 */
+
+/* The model of a GPU that code for sm_90a runs on, while it exists. */
+struct hopper {
+    hopper() { coc_set_devices(2, (size_t)1 << 24, 4, 90, 90 + COC_LETTER_A); }
+    ~hopper() {
+        coc_set_shared_base(1024);
+        coc_set_order(COC_FORWARD);
+        coc_set_devices(2);
+    }
+};
+HARNESS_TEST(warpgroup_fragments) {
+    hopper gpu;
+    for (unsigned base : {1024u, 3072u, 1024u + 128u})
+        for (int order = 0; order < COC_ORDERS; order++) {
+            coc_set_shared_base(base);
+            coc_set_order((coc_order)order);
+            for (std::string (*test)() : {fragment_phases, fragment_boxes}) CHECK_MSG(test().empty(), "%s", test().c_str());
+            std::string wrong = base == 1024 || order == 0 ? fragment_groups() : "";
+            CHECK_MSG(wrong.empty(), "%s", wrong.c_str());
+        }
+}
+
+/* Each misuse of these instructions, by a block of `threads`, of which each runs `run`.  Thread 0 has made two gates, of one
+   and of two arrivals, which are usable. */
+struct misuse_place {
+    unsigned char *tile;        /* 32 KiB at a multiple of 1024, unless dynamic shared memory does not start at one */
+    void *gate, *gate_of_two;
+    const unsigned char *in;    /* device memory */
+    const fragment_map *map, *far_map, *flat_map, *no_map;      /* of another device; of three dimensions; not encoded */
+    unsigned t;
+};
+struct misuse {
+    const char *text;           /* of its fault */
+    unsigned threads;
+    void (*run)(const misuse_place &p);
+};
+float *misuse_sums() {          /* of a thread: addresses that stay, for products that nobody waits for */
+    static float sums[512][65];
+    return sums[threadIdx.x];
+}
+uint32_t *misuse_words() {
+    static uint32_t words[512][4];
+    return words[threadIdx.x];
+}
+/* A product of 64 columns, without fence and commit. */
+void misuse_product(const misuse_place &p, uint64_t b = 0) {
+    coc_wgmma(misuse_sums(), 64, NULL, descriptor(p.tile), b ? b : descriptor(p.tile + 8192), false, true, false);
+}
+void misuse_fenced_product(const misuse_place &p, uint64_t b = 0) {
+    coc_wgmma_fence();
+    misuse_product(p, b);
+}
+const std::vector<misuse> &misuses_of_gates() {
+    static const std::vector<misuse> all = {
+        {"mbarrier.init at", 32, [](const misuse_place &p) { coc_mbarrier_init(p.tile + 4, 1); }},
+        {"mbarrier.init outside shared memory", 32, [](const misuse_place &) { alignas(8) char local[8]; coc_mbarrier_init(local, 1); }},
+        {"mbarrier.init with a count of 0", 32, [](const misuse_place &p) { coc_mbarrier_init(p.tile, 0); }},
+        {"mbarrier.init of an mbarrier that exists", 32, [](const misuse_place &p) { coc_mbarrier_init(p.gate, 1); }},
+        {"mbarrier.arrive: ", 32, [](const misuse_place &p) { coc_mbarrier_arrive(p.tile, 0); }},
+        {"is no mbarrier that was initialised", 32, [](const misuse_place &p) { coc_mbarrier_wait(p.tile, 1); }},
+        {"the mbarrier was overwritten", 32, [](const misuse_place &p) { memset(p.gate, 0, 8); coc_mbarrier_arrive(p.gate, 0); }},
+        {"but a barrier of the block did not follow", 1, [](const misuse_place &p) {
+             coc_mbarrier_init(p.tile, 1);
+             coc_mbarriers_ready();
+             coc_mbarrier_arrive(p.tile, 0);
+         }},
+        {"but fence.mbarrier_init did not follow", 1, [](const misuse_place &p) {
+             coc_mbarrier_init(p.tile, 1);
+             __syncthreads();
+             coc_mbarrier_wait(p.tile, 1);
+         }},
+        {"more arrivals in a phase than the count of 1", 2, [](const misuse_place &p) { coc_mbarrier_arrive(p.gate, 64); }},
+        {"completes more bytes than its mbarrier expects", 1, [](const misuse_place &p) {
+             coc_bulk_fetch(p.tile, p.in, 64, p.gate_of_two);
+             coc_mbarrier_arrive(p.gate_of_two, 48);
+             coc_mbarrier_wait(p.gate_of_two, 0);
+         }},
+        {"the block ends, and an mbarrier expects 64 more bytes", 1, [](const misuse_place &p) { coc_mbarrier_arrive(p.gate, 64); }},
+        {"expects 1048576 bytes", 1, [](const misuse_place &p) { coc_mbarrier_arrive(p.gate, 1 << 20); }},
+        {"for parity 2", 1, [](const misuse_place &p) { coc_mbarrier_wait(p.gate, 2); }},
+        {"waits for phase 0, and phase 1 has completed", 2, [](const misuse_place &p) {
+             if (p.t == 1) return coc_mbarrier_wait(p.gate, 0);     /* it goes first: the barrier of the block ended with it */
+             for (int i = 0; i < 2; i++) coc_mbarrier_arrive(p.gate, 0);
+         }},
+        {"waits for phase 1, and phase 2 has completed", 1, [](const misuse_place &p) {
+             coc_mbarrier_arrive(p.gate, 0);
+             coc_mbarrier_wait(p.gate, 0);
+             for (int i = 0; i < 2; i++) coc_mbarrier_arrive(p.gate, 0);
+             coc_mbarrier_wait(p.gate, 1);
+         }},
+        {"deadlock: 0 of 1 threads have returned, no other can go on: thread 0 in mbarrier.try_wait", 1,
+         [](const misuse_place &p) { coc_mbarrier_wait(p.gate, 0); }},
+    };
+    return all;
+}
+const std::vector<misuse> &misuses_of_copies() {
+    static const std::vector<misuse> all = {
+        {"the block ends, and a bulk copy is under way", 1, [](const misuse_place &p) {
+             coc_mbarrier_arrive(p.gate, 64);
+             coc_bulk_fetch(p.tile, p.in, 64, p.gate);
+         }},
+        {"cp.async.bulk of 64 bytes", 1, [](const misuse_place &p) { coc_bulk_fetch(p.tile, p.in + 8, 64, p.gate); }},
+        {"cp.async.bulk of 72 bytes", 1, [](const misuse_place &p) { coc_bulk_fetch(p.tile, p.in, 72, p.gate); }},
+        {"cp.async.bulk of 64 bytes to", 1, [](const misuse_place &p) { coc_bulk_fetch((void *)p.in, p.in, 64, p.gate); }},
+        {"into bytes of a copy that is under way", 1, [](const misuse_place &p) {
+             coc_mbarrier_arrive(p.gate_of_two, 128);
+             for (int i = 0; i < 2; i++) coc_bulk_fetch(p.tile + 48 * i, p.in, 64, p.gate_of_two);
+         }},
+        {"cp.async.bulk over an mbarrier", 1, [](const misuse_place &p) { coc_bulk_fetch(p.gate, p.in, 16, p.gate); }},
+        {"cp.async.bulk: ", 1, [](const misuse_place &p) { coc_bulk_fetch(p.tile, p.in, 16, p.tile + 64); }},
+        {"illegal address", 1, [](const misuse_place &p) {
+             coc_mbarrier_arrive(p.gate, 64);
+             coc_bulk_fetch(p.tile, p.in + (1 << 20), 64, p.gate);
+             coc_mbarrier_wait(p.gate, 0);
+         }},
+        {"which is not a multiple of 1024", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile + 128, p.map, p.gate, 0, 0, 0, 0); }},
+        {"cp.async.bulk.tensor: a tensor map at", 1, [](const misuse_place &p) {
+             coc_tensor_fetch(p.tile, (const char *)p.map + 8, p.gate, 0, 0, 0, 0);
+         }},
+        {"no tensor map was encoded there", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.no_map, p.gate, 0, 0, 0, 0); }},
+        {"the tensor map is not of device 0", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.far_map, p.gate, 0, 0, 0, 0); }},
+        {"of 4 dimensions: the map has 3", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.flat_map, p.gate, 0, 0, 0, 0); }},
+        {"cp.async.bulk.tensor of 8192 bytes to", 1, [](const misuse_place &p) {
+             coc_tensor_fetch(p.tile + (32 << 10), p.map, p.gate, 0, 0, 0, 0);
+         }},
+        {"into bytes that a wgmma reads, which is under way", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             if (p.t == 0) coc_bulk_fetch(p.tile + 8192 + 8176, p.in, 16, p.gate);
+             coc_wgmma_wait(0);
+         }},
+        {"wgmma reads bytes of a copy that is under way", 128, [](const misuse_place &p) {
+             if (p.t == 0) coc_mbarrier_arrive(p.gate, 16), coc_bulk_fetch(p.tile + 8192, p.in, 16, p.gate);
+             __syncthreads();
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+             coc_mbarrier_wait(p.gate, 0);
+         }},
+    };
+    return all;
+}
+const std::vector<misuse> &misuses_of_products() {
+    static const std::vector<misuse> all = {
+        {"without a wgmma.fence since the last commit or wait", 128, [](const misuse_place &p) { misuse_product(p); }},
+        {"without a wgmma.fence since", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             misuse_product(p);
+         }},
+        {"without a wgmma.fence", 128, [](const misuse_place &p) {
+             coc_wgmma_fence();
+             coc_wgmma_wait(0);
+             misuse_product(p);
+         }},
+        {"accumulators were changed while it was under way", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             misuse_sums()[31] += 1;
+             coc_wgmma_wait(0);
+         }},
+        {"accumulators were changed", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             misuse_sums()[0] = 0;
+             misuse_product(p);
+         }},
+        {"registers of a were changed while it was under way", 128, [](const misuse_place &p) {
+             coc_wgmma_fence();
+             coc_wgmma(misuse_sums(), 64, misuse_words(), 0, descriptor(p.tile), false, true, false);
+             misuse_words()[3]++;
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+         }},
+        {"accumulators of another shape", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma(misuse_sums() + 31, 64, NULL, descriptor(p.tile), descriptor(p.tile), false, true, false);
+         }},
+        {"the warps of a warpgroup give different operands", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p, descriptor(p.tile + (p.t < 96 ? 8192 : 16384)));
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+         }},
+        {"commit different numbers of products", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             if (p.t < 64) misuse_product(p);
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+         }},
+        {"returned before its wgmma were waited for", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             coc_wgmma_wait(1);
+         }},
+        {"returned before its wgmma were waited for", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p);
+             coc_wgmma_wait(0);
+         }},
+        {"in wgmma.wait_group", 128, [](const misuse_place &p) {
+             if (p.t >= 96) return;
+             misuse_fenced_product(p);
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+         }},
+        {"wgmma.fence without all lanes of the warp", 128, [](const misuse_place &p) { if (p.t % 32 < 16) coc_wgmma_fence(); }},
+        {"the lanes of a warp give different operands", 128, [](const misuse_place &p) {
+             misuse_fenced_product(p, descriptor(p.tile + (p.t % 32 < 31 ? 8192 : 16384)));
+             coc_wgmma_commit();
+             coc_wgmma_wait(0);
+         }},
+        {"a block of 192 threads lacks some of this warpgroup", 192, [](const misuse_place &p) { if (p.t >= 128) coc_wgmma_fence(); }},
+        {"wgmma.mma_async of 4 columns", 128, [](const misuse_place &p) {
+             coc_wgmma_fence();
+             coc_wgmma(misuse_sums(), 4, NULL, descriptor(p.tile), descriptor(p.tile), false, true, false);
+         }},
+        {"outside shared memory", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile) - 64); }},
+        {"outside shared memory", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile + (28 << 10))); }},
+        {"without a swizzle of 128 bytes", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile) & ~(3ull << 62)); }},
+        {"without a swizzle of 128 bytes", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile) | 3ull << 62); }},
+        {"with a base offset or reserved bits", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile) | 1ull << 49); }},
+        {"with a base offset or reserved bits", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile) | 1ull << 46); }},
+        {"a swizzled tile starts at a multiple of 1024", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile + 128)); }},
+        {"a swizzled tile starts at a multiple of 1024", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile + 112)); }},
+        {"with offsets of 16 and 512 bytes", 128, [](const misuse_place &p) { misuse_fenced_product(p, descriptor(p.tile, 16, 512)); }},
+        {"with offsets of 16 and 1024 bytes", 128, [](const misuse_place &p) {
+             coc_wgmma_fence();
+             coc_wgmma(misuse_sums(), 128, NULL, descriptor(p.tile), descriptor(p.tile), true, true, false);
+         }},
+    };
+    return all;
+}
+const std::vector<misuse> &misuses_of_warps() {
+    static const std::vector<misuse> all = {
+        {"setmaxnreg to 16, which is no multiple of 8 from 24 to 256", 128, [](const misuse_place &) { coc_setmaxnreg(16, false); }},
+        {"setmaxnreg to 250", 128, [](const misuse_place &) { coc_setmaxnreg(250, true); }},
+        {"the warps of a warpgroup ask for different numbers", 384, [](const misuse_place &p) { coc_setmaxnreg(p.t < 32 ? 40 : 48, false); }},
+        {"setmaxnreg.inc to 160 registers: the warp has 168", 384, [](const misuse_place &) { coc_setmaxnreg(160, true); }},
+        {"setmaxnreg.dec to 176 registers: the warp has 168", 384, [](const misuse_place &) { coc_setmaxnreg(176, false); }},
+        {"in setmaxnreg.inc", 384, [](const misuse_place &p) { coc_setmaxnreg(p.t < 128 ? 40 : 240, p.t >= 128); }},
+        {"setmaxnreg: the lanes of a warp give different operands", 128, [](const misuse_place &p) { coc_setmaxnreg(p.t % 32 ? 40 : 48, false); }},
+        {"bar.sync 0: barriers 1 to 15", 64, [](const misuse_place &) { coc_named_barrier(0, 64, true); }},
+        {"bar.arrive 16: barriers 1 to 15", 64, [](const misuse_place &) { coc_named_barrier(16, 64, false); }},
+        {"bar.sync 1 of 60 threads in a block of 64", 64, [](const misuse_place &) { coc_named_barrier(1, 60, true); }},
+        {"bar.sync 1 of 96 threads in a block of 64", 64, [](const misuse_place &) { coc_named_barrier(1, 96, true); }},
+        {"bar.sync 1 of 64 threads meets one of 96", 96, [](const misuse_place &p) { coc_named_barrier(1, p.t < 32 ? 96 : 64, true); }},
+        {"bar.sync without all lanes of the warp", 64, [](const misuse_place &p) { if (p.t % 32 != 0) coc_named_barrier(1, 64, true); }},
+        {"in bar.sync", 64, [](const misuse_place &p) { coc_named_barrier(1 + (int)p.t / 32, 64, true); }},
+    };
+    return all;
+}
+
+struct misuse_maps { fragment_map own, far, flat, none; };
+__global__ void k_misuse(const unsigned char *in, misuse_maps maps, int part, int which) {
+    const std::vector<misuse> &all = part == 0 ? misuses_of_gates() : part == 1 ? misuses_of_copies()
+                                   : part == 2 ? misuses_of_products() : misuses_of_warps();
+    unsigned char *room = coc_dynamic_shared();
+    misuse_place p = {room, room + (32 << 10), room + (32 << 10) + 8, in, &maps.own, &maps.far, &maps.flat, &maps.none, threadIdx.x};
+    if (threadIdx.x == 0) {
+        coc_mbarrier_init(p.gate, 1);
+        coc_mbarrier_init(p.gate_of_two, 2);
+        coc_mbarriers_ready();
+    }
+    __syncthreads();
+    all[(size_t)which].run(p);
+}
+
+bool encode_tensor(fragment_map *map, void *data, unsigned rank) {
+    const uint64_t size[4] = {64, 64, 1, 1}, stride[3] = {128, 8192, 8192};
+    const unsigned box[4] = {64, 64, 1, 1}, step[4] = {1, 1, 1, 1};
+    cudaDriverEntryPointQueryResult found;
+    void *encode = NULL;
+    CHECK_EQ(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &encode, 12000, 0, &found), cudaSuccess);
+    return encode && ((fragment_encoder)encode)(map, 9, rank, data, size, stride, box, step, 0, 3, 2, 0) == 0;
+}
+HARNESS_TEST(misuses_of_warpgroups) {
+    const std::vector<misuse> *parts[] = {&misuses_of_gates(), &misuses_of_copies(), &misuses_of_products(), &misuses_of_warps()};
+    hopper gpu;
+    for (int part = 0; part < 4; part++)
+        for (int which = 0; which < (int)parts[part]->size(); which++) {
+            const misuse &m = (*parts[part])[(size_t)which];
+            if (UNDER_ASAN && has(m.text, "illegal address")) continue;         /* it reports this itself */
+            misuse_maps maps = {};
+            unsigned char *data = NULL, *far = NULL;
+            CHECK(cudaSetDevice(1) == cudaSuccess && cudaMalloc(&far, 8192) == cudaSuccess && cudaSetDevice(0) == cudaSuccess);
+            CHECK_EQ(cudaMalloc(&data, 8192), cudaSuccess);
+            CHECK(encode_tensor(&maps.own, data, 4) && encode_tensor(&maps.far, far, 4) && encode_tensor(&maps.flat, data, 3));
+            CHECK_EQ(launch(k_misuse, 1, m.threads, (32 << 10) + 16, 0, (const unsigned char *)data, maps, part, which), cudaSuccess);
+            CHECK_MSG(cudaDeviceSynchronize() != cudaSuccess, "no error: %s", m.text);
+            CHECK_MSG(took_fault(m.text), "%s, %d %d", m.text, part, which);
+            coc_reset();
+        }
+}
+
+/* What code for other GPUs lacks. */
+__global__ void k_instruction(int which) {
+    if (which == 0) coc_mbarriers_ready();
+    if (which == 1) coc_named_barrier(1, 128, true);
+    if (which == 2) coc_wgmma_fence();
+    if (which == 3) coc_setmaxnreg(40, false);
+}
+HARNESS_TEST(warpgroups_need_the_letter) {
+    for (int image : {80, 90, 90 + COC_LETTER_A})
+        for (int which = 0; which < 4; which++) {
+            coc_set_devices(1, 1 << 20, 4, 90, image);
+            bool works = image > 90 || (image == 90 && which < 2);
+            CHECK_EQ(launch(k_instruction, 1, 128, 0, 0, which), cudaSuccess);
+            CHECK_EQ(cudaDeviceSynchronize(), works ? cudaSuccess : cudaErrorIllegalInstruction);
+            if (!works) CHECK(took_fault(image == 80 ? "compiled for sm_80, which has none" : "compiled for sm_90, which has none; sm_90a has"));
+            coc_reset();
+        }
+    for (int capability : {90, 100}) {          /* code for sm_90a runs on nothing else */
+        coc_set_devices(1, 1 << 20, 4, capability, 90 + COC_LETTER_A);
+        CHECK_EQ(launch(k_instruction, 1, 128, 0, 0, 0), capability == 90 ? cudaSuccess : cudaErrorNoKernelImageForDevice);
+        CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    coc_set_devices(2);
+}
+
+/* Bulk copies land when no thread can go on: the oldest first, or the youngest, or all at once when they are started. */
+__global__ void k_two_copies(uint32_t *out, const uint32_t *in) {
+    unsigned char *room = coc_dynamic_shared();
+    volatile uint32_t *tile = (volatile uint32_t *)room;
+    for (int i = 0; i < 2; i++) coc_mbarrier_init(room + 128 + 8 * i, 1);
+    coc_mbarriers_ready();
+    __syncthreads();
+    for (unsigned i = 0; i < 2; i++) {
+        coc_mbarrier_arrive(room + 128 + 8 * i, 64);
+        coc_bulk_fetch(room + 64 * i, in + 16 * i, 64, room + 128 + 8 * i);
+    }
+    for (unsigned i = 0; i < 2; i++) out[i] = tile[16 * i + 15];
+    coc_mbarrier_wait(room + 136, 0);
+    for (unsigned i = 0; i < 2; i++) out[2 + i] = tile[16 * i + 15];
+    coc_mbarrier_wait(room + 128, 0);
+    out[4] = tile[15];
+}
+HARNESS_TEST(bulk_copies_land_in_every_order) {
+    hopper gpu;
+    std::vector<uint32_t> numbers(32), right[] = {{~0u, ~0u, 16, 32, 16}, {~0u, ~0u, ~0u, 32, 16}, {16, 32, 16, 32, 16}};
+    for (uint32_t i = 0; i < 32; i++) numbers[i] = i + 1;
+    array<uint32_t> in(numbers), out(5);
+    int as_oldest = 0, as_youngest = 0;
+    for (int order = 0; order < COC_ORDERS; order++)
+        for (uint64_t seed = 0; seed < (order == COC_RANDOM ? 16u : 1u); seed++) {
+            coc_set_order((coc_order)order, seed);
+            CHECK_EQ(launch(k_two_copies, 1, 1, 144, 0, out.data, (const uint32_t *)in.data), cudaSuccess);
+            std::vector<uint32_t> found = out.get();
+            if (order != COC_RANDOM) CHECK(found == right[order == COC_FORWARD ? 0 : order == COC_REVERSE ? 1 : 2]);
+            else as_oldest += found == right[0], as_youngest += found == right[1];
+        }
+    CHECK(as_oldest + as_youngest == 16 && as_oldest > 0 && as_youngest > 0);
+}
+
+/* A tile that is overwritten while a product reads it: the product sees the old numbers in one order and the new in another. */
+__global__ void k_overwritten_tile(float *out, uint16_t number) {
+    uint16_t *tile = (uint16_t *)coc_dynamic_shared();
+    float c[32];
+    for (unsigned i = threadIdx.x; i < 4096; i += 128) tile[i] = 0x3f80;
+    __syncthreads();
+    coc_wgmma_fence();
+    coc_wgmma(c, 64, NULL, descriptor(tile), descriptor(tile), false, true, false);
+    coc_wgmma_commit();
+    for (int i = 0; i < 32; i++)
+        if (c[i] == c[i]) c[i] = 0;             /* a fault: it is NaN */
+    __syncthreads();
+    if (threadIdx.x == 0) tile[0] = number;     /* row 0, depth 0, of both operands */
+    __syncthreads();
+    coc_wgmma_wait(0);
+    if (threadIdx.x == 0) out[0] = c[0], out[1] = c[1];
+}
+HARNESS_TEST(overwritten_operands_show) {
+    hopper gpu;
+    array<float> out(2);
+    int early = 0, late = 0;
+    for (int order = 0; order < COC_ORDERS; order++)
+        for (uint64_t seed = 0; seed < (order == COC_RANDOM ? 16u : 1u); seed++) {
+            coc_set_order((coc_order)order, seed);
+            CHECK_EQ(launch(k_overwritten_tile, 1, 128, 8192, 0, out.data, (uint16_t)0x4000), cudaSuccess);
+            std::vector<float> found = out.get();
+            bool is_early = found == std::vector<float>{16, 16}, is_late = found == std::vector<float>{19, 17};
+            CHECK(is_early || is_late);
+            if (order == COC_RANDOM) early += is_early, late += is_late;
+            else CHECK_EQ(is_early, order == COC_REVERSE);
+        }
+    CHECK(early > 0 && late > 0);
+}
+
+/* As attention does it: a warpgroup fetches tiles, and two others compute o += (own tile^T) tile for each.  All is in order. */
+enum { PIPELINE_TILES = 5, PIPELINE_BYTES = 4 * 8192 + 128 };
+struct pipeline_room { unsigned char *own, *tiles, *gates; };   /* gates: own, full and empty of two stages */
+__device__ void pipeline_fetch(const pipeline_room &room, const fragment_map *map) {
+    coc_setmaxnreg(40, false);
+    if (threadIdx.x != 256) return;
+    coc_mbarrier_arrive(room.gates, 2 * 8192);
+    for (int i = 0; i < 2; i++) coc_tensor_fetch(room.own + 8192 * i, map, room.gates, 0, 64 * i, 0, 0);
+    for (int j = 0; j < PIPELINE_TILES; j++) {
+        unsigned char *full = room.gates + 8 + 16 * (j % 2);
+        coc_mbarrier_wait(full + 8, (unsigned)j / 2 % 2 ^ 1);
+        coc_mbarrier_arrive(full, 8192);
+        coc_tensor_fetch(room.tiles + 8192 * (j % 2), map, full, 0, 64 * (j + 2), 0, 0);
+    }
+}
+__device__ void pipeline_weigh(float (&o)[32], const uint32_t (&p)[16], const unsigned char *tile, bool add) {
+    coc_wgmma_fence();
+    for (int k = 0; k < 4; k++) coc_wgmma(o, 64, p + 4 * k, 0, descriptor(tile + 2048 * k), true, true, add || k > 0);
+    coc_wgmma_commit();
+}
+__device__ void pipeline_compute(const pipeline_room &room, float *out, int *errors) {
+    int group = (int)threadIdx.x / 128;
+    const unsigned char *own = room.own + 8192 * group;
+    float s[32], o[32];
+    uint32_t p[2][16];
+    coc_setmaxnreg(232, true);
+    coc_mbarrier_wait(room.gates, 0);
+    for (int j = 0; j < PIPELINE_TILES; j++) {
+        unsigned char *full = room.gates + 8 + 16 * (j % 2), *tile = room.tiles + 8192 * (j % 2);
+        coc_mbarrier_wait(full, (unsigned)j / 2 % 2);
+        coc_wgmma_fence();
+        for (int k = 0; k < 4; k++) coc_wgmma(s, 64, NULL, descriptor(own + 32 * k), descriptor(tile + 32 * k), false, true, k > 0);
+        coc_wgmma_commit();
+        if (j > 0) pipeline_weigh(o, p[(j - 1) % 2], room.tiles + 8192 * ((j - 1) % 2), j > 1);
+        coc_wgmma_wait(j > 0);
+        for (int i = 0; i < 16; i++)
+            p[j % 2][i] = (uint32_t)amp_bf16_from_f32(s[2 * i], 0) | (uint32_t)amp_bf16_from_f32(s[2 * i + 1], 0) << 16;
+        if (j == 0) continue;
+        if (o[0] == o[0]) atomicAdd(errors, 1);         /* not there before it was waited for */
+        coc_wgmma_wait(0);
+        if (threadIdx.x % 128 == 0) coc_mbarrier_arrive(room.gates + 16 + 16 * ((j - 1) % 2), 0);
+    }
+    pipeline_weigh(o, p[(PIPELINE_TILES - 1) % 2], room.tiles + 8192 * ((PIPELINE_TILES - 1) % 2), true);
+    coc_wgmma_wait(0);
+    coc_named_barrier(1 + group, 128, true);
+    for (int i = 0; i < 32; i++) out[threadIdx.x * 32 + (unsigned)i] = o[i];
+}
+__global__ void k_pipeline(float *out, int *errors, const fragment_map map) {
+    unsigned char *room = coc_dynamic_shared(), *gates = room + 4 * 8192;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < 5; i++) coc_mbarrier_init(gates + 8 * i, i > 0 && i % 2 == 0 ? 2 : 1);
+        coc_mbarriers_ready();
+    }
+    __syncthreads();
+    if (threadIdx.x >= 256) pipeline_fetch({room, room + 2 * 8192, gates}, &map);
+    else pipeline_compute({room, room + 2 * 8192, gates}, out, errors);
+}
+/* The numbers of the tiles are -1, 0 and 1, so that every sum is exact. */
+std::vector<float> pipeline_right(const std::vector<float> &x, unsigned rows) {
+    std::vector<float> right(128 * 64);
+    for (unsigned row = 0; row < 128; row++)
+        for (unsigned other = 128; other < rows; other++) {
+            float s = 0;
+            for (unsigned k = 0; k < 64; k++) s += x[row * 64 + k] * x[other * 64 + k];
+            for (unsigned c = 0; c < 64; c++) right[row * 64 + c] += s * x[other * 64 + c];
+        }
+    return right;
+}
+void check_pipeline(const std::vector<uint16_t> &numbers, const std::vector<float> &right) {
+    fragment_map map = {};
+    array<uint16_t> data(numbers);
+    array<float> out(256 * 32);
+    array<int> errors(std::vector<int>{0});
+    const uint64_t size[4] = {64, numbers.size() / 64, 1, 1}, stride[3] = {128, 128, 128};
+    int wrong = 0;
+    CHECK(fragment_encode(&map, data.data, size, stride));
+    CHECK_EQ(launch(k_pipeline, 1, 384, PIPELINE_BYTES, 0, out.data, errors.data, map), cudaSuccess);
+    std::vector<float> found = out.get();
+    for (unsigned i = 0; i < 128 * 64; i++) {
+        fragment_place at = fragment_group_c(i / 64 % 64, i % 64);
+        wrong += found[(i / 64 / 64 * 128 + at.lane) * 32 + at.at] != right[i];
+    }
+    CHECK_EQ(wrong, 0);
+    CHECK_EQ(errors.get()[0], 0);
+}
+HARNESS_TEST(warpgroups_work_together) {
+    const unsigned rows = 64 * (PIPELINE_TILES + 2);
+    std::vector<float> x(rows * 64), right;
+    std::vector<uint16_t> numbers(rows * 64);
+    hopper gpu;
+    for (unsigned i = 0; i < rows * 64; i++) x[i] = (float)((int)((i / 64 * 13 + i % 64 * 7 + i / 64 * (i % 64) % 5) % 3) - 1);
+    for (unsigned i = 0; i < rows * 64; i++) numbers[i] = amp_bf16_from_f32(x[i], 0);
+    right = pipeline_right(x, rows);
+    for (int order = 0; order < COC_ORDERS; order++)
+        for (uint64_t seed = 0; seed < (order == COC_RANDOM ? 8u : 1u); seed++) {
+            coc_set_order((coc_order)order, seed);
+            coc_reset_counts();
+            check_pipeline(numbers, right);
+            CHECK_EQ(coc_count().wgmmas, 2 * PIPELINE_TILES * 8);
+            CHECK_EQ(coc_count().bulk_bytes, (PIPELINE_TILES + 2) * 8192);
+        }
+}
+
+/* Warps hand a number on: bar.arrive of one side, bar.sync of the other, many times. */
+__global__ void k_turns(int *out) {
+    volatile int *at = (volatile int *)coc_dynamic_shared();
+    int warp = (int)threadIdx.x / 32;
+    if (threadIdx.x == 0) *at = 0;
+    __syncthreads();
+    if (warp == 1) coc_named_barrier(1, 64, false);             /* the first turn is warp 0's */
+    for (int turn = 0; turn < 4; turn++) {
+        coc_named_barrier(1 + warp, 64, true);
+        if (threadIdx.x % 32 == 0) out[*at] = warp, *at = *at + 1;
+        coc_named_barrier(2 - warp, 64, false);
+    }
+}
+HARNESS_TEST(named_barriers_take_turns) {
+    hopper gpu;
+    array<int> out(8);
+    for (int order = 0; order < COC_ORDERS; order++) {
+        coc_set_order((coc_order)order);
+        CHECK_EQ(launch(k_turns, 1, 64, 4, 0, out.data), cudaSuccess);
+        CHECK((out.get() == std::vector<int>{0, 1, 0, 1, 0, 1, 0, 1}));
+    }
+}
+
+/* What the driver refuses, one argument at a time; and the driver itself. */
+struct tensor_arguments {
+    alignas(64) char map[192];
+    size_t map_at = 0, address_at = 256;
+    int type = 9, interleave = 0, swizzle = 3, promotion = 2, fill = 0;
+    unsigned rank = 4, box[5] = {64, 64, 1, 1, 1}, step[5] = {1, 1, 1, 1, 1};
+    uint64_t size[5] = {64, 100, 3, 2, 1}, stride[4] = {128, 12800, 38400, 76800};
+    int encode(fragment_encoder function) {
+        return function(map + map_at, type, rank, (void *)address_at, size, stride, box, step, interleave, swizzle, promotion, fill);
+    }
+};
+HARNESS_TEST(tensor_maps_are_checked) {
+    typedef tensor_arguments &args;
+    void (*const refused[])(args) = {
+        [](args a) { a.map_at = 32; }, [](args a) { a.address_at = 264; }, [](args a) { a.address_at = 0; }, [](args a) { a.type = 16; },
+        [](args a) { a.type = -1; }, [](args a) { a.rank = 0; }, [](args a) { a.rank = 6; }, [](args a) { a.size[1] = 0; },
+        [](args a) { a.size[0] = ((uint64_t)1 << 32) + 1; }, [](args a) { a.stride[0] = 136; }, [](args a) { a.stride[2] = 8; },
+        [](args a) { a.stride[1] = (uint64_t)1 << 40; }, [](args a) { a.box[1] = 0; }, [](args a) { a.box[1] = 257; },
+        [](args a) { a.box[0] = 72; }, [](args a) { a.box[0] = 60; }, [](args a) { a.step[3] = 0; }, [](args a) { a.step[1] = 9; },
+        [](args a) { a.interleave = 3; }, [](args a) { a.interleave = 2; }, [](args a) { a.swizzle = 7; }, [](args a) { a.swizzle = 2; },
+        [](args a) { a.promotion = 4; }, [](args a) { a.fill = 2; }, [](args a) { a.rank = 2, a.interleave = 1; },
+    };
+    void (*const taken[])(args) = {
+        [](args) {}, [](args a) { a.type = 6; }, [](args a) { a.size[0] = (uint64_t)1 << 32; }, [](args a) { a.box[1] = 256; },
+        [](args a) { a.rank = 5; }, [](args a) { a.rank = 1; }, [](args a) { a.box[0] = 8; }, [](args a) { a.box[0] = 256, a.swizzle = 0; },
+        [](args a) { a.stride[1] = 16; }, [](args a) { a.stride[1] = ((uint64_t)1 << 40) - 16; },
+    };
+    cudaDriverEntryPointQueryResult found;
+    void *function = NULL;
+    CHECK_EQ(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, 0, &found), cudaSuccess);
+    CHECK(found == cudaDriverEntryPointSuccess && function != NULL);
+    fragment_encoder encode = (fragment_encoder)function;
+    int i = 0;
+    for (auto change : refused) {
+        tensor_arguments a;
+        change(a);
+        CHECK_MSG(a.encode(encode) == 1, "refusal %d", i);
+        i++;
+    }
+    for (auto change : taken) {
+        tensor_arguments a;
+        change(a);
+        CHECK_EQ(a.encode(encode), 0);
+    }
+    tensor_arguments plain;
+    coc_fail("cuTensorMapEncodeTiled", 1, cudaErrorUnknown);
+    CHECK(plain.encode(encode) == 1 && plain.encode(encode) == 0 && cudaGetLastError() == cudaSuccess);
+    plain.step[1] = 2;                          /* which a GPU can, and the model cannot */
+    CHECK(plain.encode(encode) == 0 && took_fault("the model has no such map"));
+    CHECK_EQ(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 11080, 0, &found), cudaSuccess);
+    CHECK(found == cudaDriverEntryPointVersionNotSufficent && function == NULL);
+    coc_set_driver(11080);
+    CHECK_EQ(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, 0, &found), cudaSuccess);
+    CHECK(found == cudaDriverEntryPointSymbolNotFound && function == NULL);
+    CHECK(cudaDriverGetVersion(&i) == cudaSuccess && i == 11080);
 }
 
 /* ---- Conversions to 8 bits: what the PTX ISA says of NaN, signs, ties and what is too large. */
@@ -1468,6 +2059,14 @@ int main(int argc, char **argv) {
     RUN(tensor_core_fragments);
     RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
+    RUN(warpgroup_fragments);
+    RUN(misuses_of_warpgroups);
+    RUN(warpgroups_need_the_letter);
+    RUN(bulk_copies_land_in_every_order);
+    RUN(overwritten_operands_show);
+    RUN(warpgroups_work_together);
+    RUN(named_barriers_take_turns);
+    RUN(tensor_maps_are_checked);
     RUN(fp8_pairs);
     RUN(vectors);
     RUN(numbers);

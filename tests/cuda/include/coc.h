@@ -33,8 +33,14 @@ void coc_set_yielding(int yielding);
    (default 4: small, so that persistent grids loop), compute capability (default 90), and what the program was compiled
    for (default: that).  May be called only while no object of the runtime exists.
    Code for a newer GPU does not run (error 209).  Code for an older GPU runs, translated by the driver, but has only that
-   GPU's features: below 80 (PTX ISA), m16n8k16 is a fault, and cp.async copies at once. */
+   GPU's features: below 80 (PTX ISA), m16n8k16 is a fault, and cp.async copies at once.  Image 90 + COC_LETTER_A is that of
+   -arch=sm_90a: it runs on capability 90 alone, and has wgmma and setmaxnreg. */
+enum { COC_LETTER_A = 256 };
 void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90, int image = 0);
+/* The driver's version (13000 after coc_reset): it has no functions that came later. */
+void coc_set_driver(int version);
+/* The GPU's number of the first byte of dynamic shared memory, as descriptors have it (default 1024). */
+void coc_set_shared_base(unsigned number);
 /* 1 (default): device memory is hidden outside kernels and copies.  An access is recorded as a fault, and then succeeds. */
 void coc_set_hidden(int hidden);
 /* A pointer argument of a kernel must point to device memory, pinned memory or be NULL (default 1). */
@@ -65,6 +71,8 @@ struct coc_counts {
     long fp8_pairs;            /* conversions by cvt.rn.satfinite to two numbers of 8 bits, of a thread */
     long async_bytes;           /* read from global memory by cp.async */
     long prefetches;            /* into the L2 cache, of a thread */
+    long wgmmas;                /* of a warpgroup */
+    long bulk_bytes;            /* written to shared memory by bulk copies, zeros included */
     long barriers, busy_barriers;   /* threads that reached one, and those of them with unfinished cp.async copies */
     long blas_objects, blas_heuristics, blas_matmuls;   /* handles and descriptors made, algorithms asked for, products */
 };

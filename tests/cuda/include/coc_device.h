@@ -1,5 +1,5 @@
 /* coc_device.h - what device code uses: thread indices, barriers, warp operations, atomics, memory hints, and numbers.  It
- * also has the typed launch.  coc_engine.cpp implements these functions. */
+ * also has the typed launch.  coc_engine.cpp and coc_hopper.cpp implement these functions. */
 #ifndef COC_DEVICE_H
 #define COC_DEVICE_H
 
@@ -241,6 +241,7 @@ void coc_copy_wait(int groups_left);
    what is larger than the largest number, infinities too, becomes that number of its sign, and each NaN 0x7f.  From compute
    capability 8.9 on. */
 int coc_image();                                /* what the program was compiled for, 10 major + minor */
+bool coc_image_has_letter();                    /* It was compiled for sm_90a, not sm_90. */
 uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2);
 
 /* ---- Tensor cores: fragments lie over the lanes of a warp as the PTX ISA draws them ("Matrix Fragments for
@@ -252,6 +253,35 @@ uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2);
    ldmatrix.x4: lane 8 i + j names row j of the 8 x 8 matrix i; r[i].e = M[g][2t + e], transposed M[2t + e][g]. */
 void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16);      /* c += a b, sums in fp32 */
 void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed);
+
+/* ---- From compute capability 9.0 on (coc_hopper.cpp): barriers in shared memory that count arrivals and bytes
+   ("mbarrier"), and bulk copies that complete them.  The destination of a copy is NaN until it lands.  It lands when no
+   thread can go on, as late as legal: the oldest first (COC_FORWARD), the youngest first (COC_REVERSE), or any (COC_RANDOM).
+   With COC_AHEAD, it lands at once.  Each misuse ends the kernel with a fault. */
+void coc_mbarrier_init(void *bar, unsigned count);
+void coc_mbarriers_ready(void);                 /* fence.mbarrier_init; a barrier of the block must follow */
+void coc_mbarrier_arrive(void *bar, unsigned expect_bytes);
+void coc_mbarrier_wait(void *bar, unsigned parity);         /* until the phase of this parity has completed */
+/* The box of a tensor map at these coordinates, innermost first. */
+void coc_tensor_fetch(void *to, const void *map, void *bar, int c0, int c1, int c2, int c3);
+void coc_bulk_fetch(void *to, const void *from, unsigned bytes, void *bar);
+
+/* ---- Of sm_90a alone: products of a warpgroup, which is 128 threads from a multiple of 128 on.  c (64 x n) += a b in fp32, with
+   a (64 x 16) by its descriptor, or by four registers if a_words is not NULL, and b (16 x n) by its descriptor.
+   b_transposed: the numbers of a row of b, not of a column, are contiguous.  See PTX ISA, "wgmma.mma_async".
+       c  c[4 j + 2 h + e] = C[16 warp + 8 h + g][8 j + 2t + e]
+       a  as in mma.m16n8k16, with the rows from 16 warp on
+   From issue to wait, c is NaN; c and a_words must stay where they are, and must not be changed.  The four warps compute a
+   group together, not before all have committed it: when a thread waits for it (COC_FORWARD, COC_AHEAD), as soon as all
+   have committed it (COC_REVERSE), or either (COC_RANDOM). */
+void coc_wgmma_fence(void);
+void coc_wgmma(float *c, int n, const uint32_t *a_words, uint64_t a, uint64_t b, bool b_transposed, bool bf16, bool add);
+void coc_wgmma_commit(void);
+void coc_wgmma_wait(int groups_left);
+/* The address of dynamic shared memory as the GPU numbers it, for descriptors; see coc_set_shared_base. */
+uint32_t coc_shared_number(const void *p);
+void coc_setmaxnreg(int registers, bool more);
+void coc_named_barrier(int id, int threads, bool waits);    /* bar.sync, or bar.arrive if it does not wait */
 
 /* ---- Numbers */
 

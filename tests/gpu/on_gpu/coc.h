@@ -14,12 +14,12 @@
 #include <string>
 #include "../../test.h"
 
-enum { CUDA_IS_MODEL = 0 };
+enum { CUDA_IS_MODEL = 0, COC_LETTER_A = 256 };
 enum coc_order { COC_FORWARD = 0, COC_REVERSE = 1, COC_RANDOM = 2, COC_AHEAD = 3, COC_ORDERS = 4 };
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 struct coc_counts {
     long calls, launches, synchronising, allocations, frees, copies, fills, graph_launches, timed_events, switches;
-    long mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, barriers, busy_barriers;
+    long mmas, ldmatrices, fp8_pairs, async_bytes, prefetches, wgmmas, bulk_bytes, barriers, busy_barriers;
     long blas_objects, blas_heuristics, blas_matmuls;
 };
 struct coc_alive { long allocations, pinned, streams, events, graphs, graph_execs, blas_objects; size_t bytes; };
@@ -84,6 +84,8 @@ static inline void *coc_sparse_alloc(size_t bytes) {
 /* ---- What only the model can do */
 
 static inline void coc_set_devices(int, size_t = 0, int = 0, int = 0, int = 0) { coc_needs_model("other GPUs than the one here"); }
+static inline void coc_set_driver(int) { coc_needs_model("another driver"); }
+static inline void coc_set_shared_base(unsigned) { coc_needs_model("other addresses"); }
 static inline coc_counts coc_count() { coc_needs_model("counts of calls"); }
 static inline long coc_calls(const char *) { coc_needs_model("counts of calls"); }
 static inline long coc_kernel_launches(const char *) { coc_needs_model("counts of launches"); }
