@@ -2,11 +2,12 @@
 
    BUILD     Compile this file and link it to your program; it is not included.
 
-       nvcc -O2 -std=c++17 -arch=sm_90 -c amp_cuda.cu
+       nvcc -O2 -std=c++17 -arch=sm_90a -c amp_cuda.cu
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-     -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  nvcc 13 no longer builds
-     for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of amp_profile_push and amp_monitor_phase
+     -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  For a GPU of compute
+     capability 9.0 (H100, H200, GH200), use sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma
+     asks for.  nvcc 13 no longer builds for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of amp_profile_push and amp_monitor_phase
      (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math, which flushes subnormal numbers and would
      change the optimizers' bits.
 
@@ -18,6 +19,7 @@
        d.stream = my_stream;            a cudaStream_t; if NULL, the context makes one
        d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU; if NULL, the context makes one
        d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
+       d.wgmma = 1;                     use the kernels of attention for Hopper, which have never run on a GPU
        d.memory = my_memory;            your alloc and free; if zeros, cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
@@ -75,6 +77,8 @@
         9 >>operators: products                     on the fp32 units, through cuBLASLt, in FP8; plans and autotuning
         9 >>operators: tensor cores                 products of fragments, and tiles in shared memory
         9 >>operators: attention on tensor cores    in fp16 and bf16, for heads of up to 128 numbers
+        9 >>operators: attention on Hopper          the same by wgmma and TMA, in code for sm_90a
+        9 >>operators: launches of attention        which kernels take a call, and the copies that they need
         9 >>operators: attention on the fp32 units  every other attention
        11 >>gradients                               check and scale, optimizers, rules
        12 >>ranks                                   the reducer over NCCL
@@ -217,6 +221,13 @@ struct ampc_ranks {
     char why[384];
 };
 
+/* cuTensorMapEncodeTiled, declared here so that building needs no cuda.h, and the values of its enumerations. */
+typedef int (*ampc_encode_tiled)(void *map, int type, unsigned rank, void *data, const uint64_t *sizes,
+                                 const uint64_t *strides, const unsigned *box, const unsigned *steps, int interleave,
+                                 int swizzle, int promotion, int fill);
+enum { AMPC_MAP_F16 = 6, AMPC_MAP_BF16 = 9 };
+enum { AMPC_MAP_PLAIN = 0, AMPC_MAP_SWIZZLE_128 = 3, AMPC_MAP_L2_128 = 2, AMPC_MAP_ZEROS = 0 };
+
 /* The features of the GPU and of this build.  They are filled at open, and only they decide which kernels run. */
 struct ampc_features {
     int cc, image;                  /* compute capability of the GPU and of the code that runs, as 10 major + minor */
@@ -226,6 +237,7 @@ struct ampc_features {
     bool bf16, fp8;                 /* usable in products; bf16 stands for TF32 too */
     bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
     bool tensor_cores;              /* kernels of this file use them; in code for older GPUs these are empty */
+    bool warpgroups;                /* attention uses wgmma and TMA, which only code for sm_90a has */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
 /* 1 if this toolkit's cuBLASLt has scales per block. */
@@ -242,6 +254,8 @@ struct ampc_device {
     int index;
     ampc_features has;
     int (*context_state)(int index, unsigned *flags, int *active);      /* cuDevicePrimaryCtxGetState, or NULL */
+    ampc_encode_tiled encode_tiled;         /* cuTensorMapEncodeTiled, or NULL */
+    int64_t declined;               /* passes of attention that the driver gave no tensor map for; atomic */
     cudaStream_t stream;            /* the context's stream, which the program gave or amp_open made */
     int owns_stream;
     ampc_blas blas;
@@ -264,7 +278,8 @@ enum {
     AMPC_LOG_TUNED = 5003,
     AMPC_LOG_PLANS = 5004,
     AMPC_LOG_CAPTURE = 5005,
-    AMPC_LOG_IMAGE = 5006
+    AMPC_LOG_IMAGE = 5006,
+    AMPC_LOG_MAPS = 5007
 }; /* ids of log messages */
 
 /* ==== 1 >>base: errors ==== */
@@ -350,17 +365,19 @@ template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
     return *out != NULL;
 }
 
-/* Finds the driver's function for ampc_has_context. */
-void ampc_find_context_state(ampc_device *dev) {
+/* Finds a function of the driver as it is from `version` of CUDA on.  Returns false if the driver is older. */
+template <class F> bool ampc_driver_symbol(const char *name, unsigned version, F *out) {
     cudaDriverEntryPointQueryResult found;
     void *function = NULL;
 #if CUDART_VERSION >= 12050
-    (void)cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, 0, &found);
+    (void)cudaGetDriverEntryPointByVersion(name, &function, version, 0, &found);
 #else
-    (void)cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, 0, &found);
+    (void)version;
+    (void)cudaGetDriverEntryPoint(name, &function, 0, &found);
 #endif
     (void)cudaGetLastError();
-    dev->context_state = (int (*)(int, unsigned *, int *))function;
+    *out = (F)function;
+    return function != NULL;
 }
 /* Whether the process has a CUDA context on a GPU.  If it has none, cudaSetDevice makes one, from CUDA 12 on. */
 bool ampc_has_context(const ampc_device *dev, int index) {
@@ -1187,7 +1204,7 @@ ampc_scratch::~ampc_scratch() {
 /* ==== 6 >>backends: runtime ====
    The table's entries for opening and closing, memory, streams, events and graphs. */
 
-amp_result ampc_image(ampc_device *dev, int *image);
+amp_result ampc_image(ampc_device *dev, int *image, bool *is_90a);
 amp_result ampc_allow_large(ampc_device *dev);
 void ampc_graph_destroy(void *device, void *graph);
 ampc_graph *ampc_captured(ampc_device *dev, cudaStream_t stream);
@@ -1200,23 +1217,47 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* ---- Opening and closing */
 
-/* The attributes of this empty kernel name the architecture that the running code was compiled for.  Without -arch,
-   nvcc builds for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all
-   code under #if, are then those of the old architecture. */
-__global__ void ampc_marker_kernel() {}
+/* The attributes of this kernel name the architecture that the running code was compiled for.  Without -arch, nvcc builds
+   for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all code under
+   #if, are then those of the old architecture.  The size of its shared memory, which the compiler rounds up, tells
+   sm_90a from sm_90. */
+enum { AMPC_MARKER = 16, AMPC_MARKER_90A = 1024 };
+__global__ void ampc_marker_kernel() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    AMPC_SHARED(unsigned char, marker, AMPC_MARKER_90A);
+#else
+    AMPC_SHARED(unsigned char, marker, AMPC_MARKER);
+#endif
+    volatile unsigned char *kept = marker;      /* without a use, the compiler would leave it out */
+    *kept = 0;
+}
 
-amp_result ampc_image(ampc_device *dev, int *image) {
+amp_result ampc_image(ampc_device *dev, int *image, bool *is_90a) {
     cudaFuncAttributes attributes;
     AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
                         "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
     /* ptxVersion is 10 __CUDA_ARCH__ / 100, also for machine code; cub::PtxVersion relies on it */
     *image = attributes.ptxVersion;
+    *is_90a = attributes.sharedSizeBytes >= AMPC_MARKER_90A;
     return AMP_OK;
 }
 
+/* Finds out whether attention can use warpgroups, which amp_desc.wgmma asks for.  If something is missing, it is
+   logged. */
+void ampc_find_warpgroups(ampc_device *dev, bool is_90a, const char *name) {
+    char text[320];
+    bool encodes = ampc_driver_symbol("cuTensorMapEncodeTiled", 12000, &dev->encode_tiled);
+    dev->has.warpgroups = dev->has.cc == 90 && is_90a && encodes;
+    if (dev->has.warpgroups || dev->has.cc != 90) return;
+    snprintf(text, sizeof text, "amp_cuda: amp_desc.wgmma is set, but attention on %.127s uses mma.sync: %s", name,
+             !is_90a ? "compile amp_cuda.cu with -arch=sm_90a" : "the driver is older than CUDA 12; update it");
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
+}
+
 /* Fills the features, and refuses GPUs below AMPC_LEAST. */
-amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
+amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop, int wgmma) {
     ampc_features *has = &dev->has;
+    bool is_90a;
     char text[320];
     has->cc = 10 * prop.major + prop.minor;
     if (has->cc < AMPC_LEAST) {
@@ -1226,7 +1267,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
                  prop.name, prop.major, prop.minor);
         return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
     }
-    AMPC_TRY(ampc_image(dev, &has->image));
+    AMPC_TRY(ampc_image(dev, &has->image, &is_90a));
     has->multiprocessors = prop.multiProcessorCount;
     has->shared_limit = prop.sharedMemPerBlockOptin;
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
@@ -1236,6 +1277,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->fp8_blocks = has->cc == 90 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120900;
     has->fp8_mx = has->cc >= 100 && AMPC_BLAS_MODES && cublasLtGetVersion() >= 120800;
     has->tensor_cores = has->cc >= AMPC_TENSOR_CORES_FROM && has->image >= AMPC_TENSOR_CORES_FROM;
+    if (wgmma) ampc_find_warpgroups(dev, is_90a, prop.name);
     if (has->tensor_cores || has->cc < AMPC_TENSOR_CORES_FROM) return AMP_OK;
     snprintf(text, sizeof text,
              "amp_cuda: compiled for compute capability %d.%d, but %.127s has %d.%d: attention runs without tensor "
@@ -1254,10 +1296,10 @@ amp_result ampc_open_device(ampc_device *dev, const amp_backend_desc *desc) {
         snprintf(text, sizeof text, ".device = %d, must be 0 to %d", (int)desc->device, count - 1);
         return ampc_refuse(dev, AMP_ERR_RANGE, "amp_open", text);
     }
-    ampc_find_context_state(dev);
+    (void)ampc_driver_symbol("cuDevicePrimaryCtxGetState", 7000, &dev->context_state);
     AMPC_ENTER(dev, "amp_open");
     AMPC_TRY(ampc_check(dev, cudaGetDeviceProperties(&prop, dev->index), "cudaGetDeviceProperties", NULL));
-    AMPC_TRY(ampc_check_gpu(dev, prop));
+    AMPC_TRY(ampc_check_gpu(dev, prop, desc->wgmma));
     dev->blas.cache = prop.l2CacheSize;
     snprintf(dev->info.name, sizeof dev->info.name, "%.127s", prop.name);
     snprintf(dev->info.kind, sizeof dev->info.kind, "cuda");
@@ -7345,7 +7387,417 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
 #endif
 }
 
-/* ---- Launches */
+/* ==== 9 >>operators: attention on Hopper ====
+   The same passes for compute capability 9.0, after FlashAttention-3 (Shah et al. 2024).  A block has three warpgroups
+   of 128 threads.  The first is the producer, of which one lane fetches tiles into shared memory with the tensor memory
+   accelerator (TMA).  The other two are consumers.  Each owns 64 rows of the block, and computes with wgmma, which reads
+   its operands from shared memory and runs beside the other instructions of the warp.  In forward, the scores of the
+   next tile are computed while the softmax of the current one runs.
+
+   Tiles come in stages.  A stage has two mbarriers.  `full` completes when the tile has arrived, and `empty` when both
+   consumers have released it.  Only the producer walks over the mask.  It writes into the stage which tile it fetches:
+
+       producer     wait for empty, write the tile's number, fetch            next stage, ...; -1 ends
+       consumer     wait for full, read the number, compute, arrive at empty  next stage, ...
+
+   Between the issue of a wgmma and the wait for it there is no branch, because the compiler would then wait at once.  A
+   tile that is hidden from one consumer only is therefore computed and masked.  The mask of a tile becomes bits before
+   its products, while registers are free. */
+
+enum { AMPC_HOPPER_FROM = 64 };     /* for fewer queries or keys, the kernels above are as fast */
+enum { AMPC_WARPGROUP = 128, AMPC_CONSUMERS = 2, AMPC_CONSUMER_ROWS = AMPC_FLASH_OWN / AMPC_CONSUMERS };
+enum { AMPC_HOPPER_THREADS = AMPC_WARPGROUP * (1 + AMPC_CONSUMERS) };
+/* Registers per thread.  A thread starts with 168, and 40 + 2 x 232 is at most three times that. */
+enum { AMPC_PRODUCER_REGISTERS = 40, AMPC_CONSUMER_REGISTERS = 232 };
+
+/* An operand as TMA reads it.  A step is 1, or 0 if the batch or all heads share their rows. */
+struct alignas(64) ampc_hopper_operand {
+    ampc_tensor_map map;
+    int head_step, batch_step;
+};
+/* One launch. */
+struct alignas(64) ampc_hopper_call {
+    ampc_hopper_operand own[2], others[2];
+    ampc_flash_call flash;
+};
+
+/* Shared memory of a block, as offsets from a multiple of AMPC_SWIZZLED bytes.  A tile of D columns consists of D / 64
+   parts of 128 bytes per row, which TMA and wgmma both swizzle.  Each consumer's own rows are one tile. */
+enum { AMPC_SWIZZLED = 1024, AMPC_STAGES = 2 };
+__host__ __device__ constexpr int ampc_hopper_tile(int d, ampc_flash_pass pass) {
+    return pass != AMPC_FORWARD && d == 128 ? 64 : 128;
+}
+/* The gates are mbarriers.  Forward has separate gates for k, at [0], and for v, at [1]. */
+struct ampc_hopper_ring {
+    uint64_t own, full[2][AMPC_STAGES], empty[2][AMPC_STAGES];
+    volatile int tile[AMPC_STAGES];         /* the first row of the stage's tile, or -1 */
+};
+template <ampc_flash_pass PASS, int D> struct ampc_hopper_layout {
+    enum : int {
+        N = ampc_hopper_tile(D, PASS),
+        consumer = AMPC_CONSUMER_ROWS * 2 * D,          /* bytes of a consumer's own rows of one operand */
+        own = AMPC_CONSUMERS * consumer,
+        tile = N * 2 * D,
+        stages = (PASS == AMPC_FORWARD ? 1 : 2) * own,  /* a stage has a tile of each of the other two operands */
+        stats = stages + AMPC_STAGES * 2 * tile,        /* lse and delta of the queries of a stage, or of the own ones */
+        stats_rows = PASS == AMPC_FORWARD ? 0 : PASS == AMPC_TO_KEYS ? AMPC_STAGES * N : (int)AMPC_FLASH_OWN,
+        sweep = stats + stats_rows * (int)sizeof(float2),
+        ring = sweep + AMPC_SWEEP_BYTES,
+        all = ring + (int)sizeof(ampc_hopper_ring) + AMPC_SWIZZLED
+    };
+};
+
+#if AMPC_WARPGROUPS
+
+/* A place in the ring, and the parity of the phase in which its gates are waited for. */
+struct ampc_hopper_place {
+    int stage;
+    unsigned parity;
+    __device__ __forceinline__ void advance() {
+        if (++stage == AMPC_STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+/* The block's parts of shared memory. */
+template <ampc_flash_pass PASS, int D> struct ampc_hopper_shared {
+    typedef ampc_hopper_layout<PASS, D> L;
+    unsigned char *base;
+    __device__ __forceinline__ unsigned char *own(int operand, int consumer) const {
+        return base + operand * L::own + consumer * L::consumer;
+    }
+    __device__ __forceinline__ unsigned char *tile(int operand, int stage) const {
+        return base + L::stages + (2 * stage + operand) * L::tile;
+    }
+    __device__ __forceinline__ float2 *stats(int row) const { return (float2 *)(base + L::stats) + row; }
+    __device__ __forceinline__ ampc_sweep<PASS == AMPC_TO_KEYS> *sweep() const {
+        return (ampc_sweep<PASS == AMPC_TO_KEYS> *)(base + L::sweep);
+    }
+    __device__ __forceinline__ ampc_hopper_ring *ring() const { return (ampc_hopper_ring *)(base + L::ring); }
+};
+
+/* The first byte whose number in shared memory is a multiple of AMPC_SWIZZLED. */
+__device__ __forceinline__ unsigned char *ampc_hopper_base(unsigned char *shared) {
+    return shared + (AMPC_SWIZZLED - ampc_shared_number(shared) % AMPC_SWIZZLED) % AMPC_SWIZZLED;
+}
+
+/* Opens the sweep and the gates.  All threads of the block call it. */
+template <ampc_flash_pass PASS, int D>
+__device__ __forceinline__ void ampc_hopper_open(const ampc_hopper_call &a, const ampc_hopper_shared<PASS, D> &s) {
+    const int group = (int)threadIdx.x / AMPC_WARPGROUP;
+    ampc_hopper_ring *ring = s.ring();
+    if (threadIdx.x % AMPC_WARPGROUP == 0 && group > 0)
+        s.sweep()->open(a.flash, ampc_hopper_tile(D, PASS), group - 1, AMPC_CONSUMERS);
+    if (threadIdx.x == 0) {
+        ampc_gate_init(&ring->own, 1);
+        for (int i = 0; i < 2 * AMPC_STAGES; i++) {
+            ampc_gate_init(&ring->full[i / AMPC_STAGES][i % AMPC_STAGES], 1);
+            ampc_gate_init(&ring->empty[i / AMPC_STAGES][i % AMPC_STAGES], AMPC_CONSUMERS);
+        }
+        ampc_gates_ready();
+    }
+    __syncthreads();
+}
+
+/* ---- The producer */
+
+/* Starts to fetch ROWS rows from `row` on. */
+template <int D, int ROWS>
+__device__ __forceinline__ void ampc_hopper_fetch(unsigned char *tile, const ampc_hopper_operand &x, uint64_t *gate,
+                                                  int row, const ampc_flash_place &p) {
+    AMPC_UNROLL
+    for (int i = 0; i < D / 64; i++)
+        ampc_box_fetch(tile + i * ROWS * 128, &x.map, gate, 64 * i, row, p.h * x.head_step, p.b * x.batch_step);
+}
+
+template <ampc_flash_pass PASS, int D>
+__device__ __forceinline__ void ampc_hopper_fetch_own(const ampc_hopper_call &a,
+                                                      const ampc_hopper_shared<PASS, D> &s) {
+    typedef ampc_hopper_layout<PASS, D> L;
+    const auto *sweep = s.sweep();
+    uint64_t *gate = &s.ring()->own;
+    const int stats = PASS == AMPC_TO_QUERIES ? (int)(AMPC_FLASH_OWN * sizeof(float2)) : 0;
+    ampc_gate_expect(gate, L::stages + stats);
+    AMPC_UNROLL
+    for (int i = 0; i < (PASS == AMPC_FORWARD ? 1 : 2); i++) {
+        AMPC_UNROLL
+        for (int c = 0; c < AMPC_CONSUMERS; c++)
+            ampc_hopper_fetch<D, AMPC_CONSUMER_ROWS>(s.own(i, c), a.own[i], gate,
+                                                     sweep->own + c * AMPC_CONSUMER_ROWS, sweep->place);
+    }
+    if (stats) ampc_bytes_fetch(s.stats(0), ampc_flash_stats(a.flash, sweep->place) + sweep->own, stats, gate);
+}
+
+/* Fetches the tile from row j on into a stage as soon as the stage is free.  j = -1 ends. */
+template <ampc_flash_pass PASS, int D>
+__device__ __forceinline__ void ampc_hopper_fetch_stage(const ampc_hopper_call &a,
+                                                        const ampc_hopper_shared<PASS, D> &s,
+                                                        const ampc_hopper_place &at, int j) {
+    typedef ampc_hopper_layout<PASS, D> L;
+    const auto *sweep = s.sweep();
+    ampc_hopper_ring *ring = s.ring();
+    uint64_t *gate = &ring->full[0][at.stage];
+    const int stats = PASS == AMPC_TO_KEYS ? (int)(L::N * sizeof(float2)) : 0;
+    ampc_gate_wait(&ring->empty[0][at.stage], at.parity);
+    ring->tile[at.stage] = j;
+    if (j < 0) {
+        ampc_gate_arrive(gate);
+        return;
+    }
+    ampc_gate_expect(gate, (PASS == AMPC_FORWARD ? 1 : 2) * L::tile + stats);
+    ampc_hopper_fetch<D, L::N>(s.tile(0, at.stage), a.others[0], gate, j, sweep->place);
+    if (PASS == AMPC_FORWARD) {
+        gate = &ring->full[1][at.stage];
+        ampc_gate_wait(&ring->empty[1][at.stage], at.parity);
+        ampc_gate_expect(gate, L::tile);
+    }
+    ampc_hopper_fetch<D, L::N>(s.tile(1, at.stage), a.others[1], gate, j, sweep->place);
+    if (stats)
+        ampc_bytes_fetch(s.stats(at.stage * L::N), ampc_flash_stats(a.flash, sweep->place) + j, stats, gate);
+}
+
+/* The producer's first warp calls this.  The search for the next tile takes all of its lanes.  The gates of a stage are
+   in phase 0 at first, so a wait for the phase of parity 1, which is over, does not block. */
+template <ampc_flash_pass PASS, int D>
+__device__ __forceinline__ void ampc_hopper_produce(const ampc_hopper_call &a, const ampc_hopper_shared<PASS, D> &s) {
+    const auto *sweep = s.sweep();
+    const int N = ampc_hopper_tile(D, PASS);
+    ampc_hopper_place at = {0, 1};
+    if (threadIdx.x == 0) ampc_hopper_fetch_own(a, s);
+    for (int j = sweep->next(sweep->first);; j = sweep->next(j + N)) {
+        const bool more = j < sweep->end;
+        if (threadIdx.x == 0) ampc_hopper_fetch_stage(a, s, at, more ? j : -1);
+        if (!more) break;
+        at.advance();
+    }
+}
+
+/* ---- Products and masks of a consumer.  A consumer's 64 x N accumulators are, for each of its warps, 16 x N numbers in
+   the layout of ampc_tile_scores with M = 1. */
+
+/* Lets go of a stage.  The producer fetches into it when both consumers have called this. */
+__device__ __forceinline__ void ampc_hopper_release(uint64_t *gate) {
+    if (threadIdx.x % AMPC_WARPGROUP == 0) ampc_gate_arrive(gate);
+}
+
+/* The descriptor of 16 numbers of depth in a tile, whose parts of 64 columns are `apart` bytes apart. */
+__device__ __forceinline__ uint64_t ampc_hopper_operand_at(const unsigned char *at, unsigned apart) {
+    return ampc_descriptor(at, apart, 8 * 128);
+}
+
+/* Starts c = own tile^T, where own has 64 rows of D numbers, and the tile has N. */
+template <int D, bool BF16, int N>
+__device__ __forceinline__ void ampc_hopper_scores(float (&c)[1][N / 8][4], const unsigned char *own,
+                                                   const unsigned char *tile) {
+    ampc_group_fence();
+    AMPC_UNROLL
+    for (int k = 0; k < D / 16; k++) {
+        const int part = k / 4, on = k % 4 * 32;
+        ampc_group_mma<N, BF16, false>(c[0], ampc_hopper_operand_at(own + part * AMPC_CONSUMER_ROWS * 128 + on, 16),
+                                       ampc_hopper_operand_at(tile + part * N * 128 + on, 16), k > 0);
+    }
+    ampc_group_commit();
+}
+
+/* Starts c += w tile, where w is 64 x N weights, and the tile has N rows of D numbers. */
+template <int D, bool BF16, int N>
+__device__ __forceinline__ void ampc_hopper_weigh(float (&c)[1][D / 8][4], const uint32_t (&w)[N / 16][4],
+                                                  const unsigned char *tile) {
+    ampc_group_fence();
+    AMPC_UNROLL
+    for (int k = 0; k < N / 16; k++)
+        ampc_group_mma<D, BF16, true>(c[0], w[k], ampc_hopper_operand_at(tile + k * 16 * 128, N * 128), true);
+    ampc_group_commit();
+}
+
+/* Rounds weights to 16 bits, as left operands of products. */
+template <bool BF16, int N>
+__device__ __forceinline__ void ampc_hopper_pack(uint32_t (&w)[N / 16][4], const float (&c)[1][N / 8][4]) {
+    AMPC_UNROLL
+    for (int i = 0; i < N / 4; i++)
+        w[i / 4][i % 4] = ampc_pair(c[0][i / 2][i % 2 * 2], c[0][i / 2][i % 2 * 2 + 1], BF16 ? AMP_BF16 : AMP_F16);
+}
+
+/* Sets the bits of the columns [from, to) of a tile for row lane / 4 + 8 r.  Element i of the lane's N / 2 is bit
+   i % 32 of word i / 32, so that of column 8 n + 2 (lane % 4) + e is bit 4 (n % 8) + 2 r + e of word n / 8. */
+template <int N> __device__ __forceinline__ void ampc_hopper_interval(uint32_t (&seen)[N / 64], int r, int from, int to) {
+    const int column = (int)ampc_afresh(threadIdx.x) % 4 * 2;
+    AMPC_UNROLL
+    for (int e = 0; e < 2; e++) {
+        const int first = (max(from - column - e, 0) + 7) / 8, end = (max(to - column - e, 0) + 7) / 8;
+        AMPC_UNROLL
+        for (int w = 0; w < N / 64; w++) {
+            const int below = 4 * min(max(first - 8 * w, 0), 8), upto = 4 * min(max(end - 8 * w, 0), 8);
+            seen[w] |= (0x11111111u << (2 * r + e)) & (uint32_t)((1ull << upto) - 1) & ~(uint32_t)((1ull << below) - 1);
+        }
+    }
+}
+
+/* Sets the bits of the lane's elements that are visible in the tile from `other` on.  `mine` is the warp's first row. */
+template <bool KEYS, int N>
+__device__ __forceinline__ void ampc_hopper_seen(const ampc_sweep<KEYS> &sweep, int mine, int other,
+                                                 uint32_t (&seen)[N / 64]) {
+    const int lane = (int)ampc_afresh(threadIdx.x) % 32;
+    const ampc_band &band = sweep.band;
+    if (!band.special) {
+        AMPC_UNROLL
+        for (int r = 0; r < 2; r++) {
+            const int row = mine + lane / 4 + 8 * r, from = KEYS ? band.sees_beyond(row) : band.low(row),
+                      to = KEYS ? band.hides_up_to(row) : band.high(row);
+            ampc_hopper_interval<N>(seen, r, from - other, to - other);
+        }
+        return;
+    }
+    AMPC_NO_UNROLL
+    for (int i = 0; i < N / 2; i++) {
+        const int row = mine + lane / 4 + i / 2 % 2 * 8, column = other + i / 4 * 8 + lane % 4 * 2 + i % 2;
+        const uint32_t bit = (uint32_t)sweep.sees(row, column) << i % 32;
+        if (N == 64 || i < 32) seen[0] |= bit;
+        else seen[N / 64 - 1] |= bit;
+    }
+}
+
+template <int N>
+__device__ __forceinline__ void ampc_hopper_hide(float (&x)[1][N / 8][4], const uint32_t (&seen)[N / 64], float value) {
+    AMPC_UNROLL
+    for (int i = 0; i < N / 2; i++) x[0][i / 4][i % 4] = seen[i / 32] >> i % 32 & 1 ? x[0][i / 4][i % 4] : value;
+}
+
+/* What a consumer knows of a tile before its products: whether it must hide elements, and which it may not. */
+template <bool KEYS, int N> struct ampc_hopper_view {
+    bool hides;
+    uint32_t seen[N / 64];
+    __device__ __forceinline__ void look(const ampc_sweep<KEYS> &sweep, int consumer, int mine, int other) {
+        const int from = sweep.own + consumer * AMPC_CONSUMER_ROWS;
+        AMPC_UNROLL
+        for (int w = 0; w < N / 64; w++) seen[w] = 0;
+        hides = sweep.state(sweep.parts[consumer], from, AMPC_CONSUMER_ROWS, other, N) != AMPC_OPEN;
+        if (hides) ampc_hopper_seen<KEYS, N>(sweep, mine, other, seen);
+    }
+};
+
+#endif /* AMPC_WARPGROUPS */
+
+/* ---- Forward.  Of a consumer's tiles, the first is apart, because no weights are there yet.  In the loop, the scores
+   of the next tile and the product of v with the weights of the one before run at the same time. */
+
+template <int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
+    ampc_flash_hopper_rows(const __grid_constant__ ampc_hopper_call a) {
+#if AMPC_WARPGROUPS
+    const int N = ampc_hopper_tile(D, AMPC_FORWARD), group = (int)threadIdx.x / AMPC_WARPGROUP, consumer = group - 1;
+    AMPC_DYNAMIC(raw);
+    const ampc_hopper_shared<AMPC_FORWARD, D> s = {ampc_hopper_base(raw)};
+    ampc_hopper_open(a, s);
+    if (group == 0) {
+        ampc_registers_less<AMPC_PRODUCER_REGISTERS>();
+        if (threadIdx.x < 32) ampc_hopper_produce(a, s);
+        return;
+    }
+    ampc_registers_more<AMPC_CONSUMER_REGISTERS>();
+    const ampc_sweep<false> *sweep = s.sweep();
+    const int warp = (int)threadIdx.x / 32 % 4, row = consumer * AMPC_CONSUMER_ROWS + 16 * warp;
+    const float lowest = ampi_f32_of_bits(0xff800000u);
+    float c[1][N / 8][4], o[1][D / 8][4] = {}, most[1][2] = {{lowest, lowest}}, sum[1][2] = {}, factor[2];
+    uint32_t w[N / 16][4];
+    ampc_hopper_ring *ring = s.ring();
+    ampc_hopper_place at = {0, 0}, before;
+    ampc_hopper_view<false, N> view;
+    ampc_gate_wait(&ring->own, 0);
+    ampc_gate_wait(&ring->full[0][0], 0);
+    int j = ring->tile[0];
+    if (j >= 0) {
+        view.look(*sweep, consumer, sweep->own + row, j);
+        ampc_hopper_scores<D, BF16, N>(c, s.own(0, consumer), s.tile(0, 0));
+        ampc_group_wait<0>();
+        ampc_hopper_release(&ring->empty[0][0]);
+        if (view.hides) ampc_hopper_hide<N>(c, view.seen, lowest);
+        (void)ampc_flash_online_weights<D>(c, a.flash.scale, most, sum, factor);
+        ampc_hopper_pack<BF16, N>(w, c);
+        for (;;) {
+            before = at;
+            at.advance();
+            ampc_gate_wait(&ring->full[0][at.stage], at.parity);
+            j = ring->tile[at.stage];
+            if (j < 0) break;
+            view.look(*sweep, consumer, sweep->own + row, j);
+            ampc_gate_wait(&ring->full[1][before.stage], before.parity);
+            ampc_hopper_scores<D, BF16, N>(c, s.own(0, consumer), s.tile(0, at.stage));
+            ampc_hopper_weigh<D, BF16, N>(o, w, s.tile(1, before.stage));
+            ampc_group_wait<1>();
+            ampc_hopper_release(&ring->empty[0][at.stage]);
+            if (view.hides) ampc_hopper_hide<N>(c, view.seen, lowest);
+            const bool grown = ampc_flash_online_weights<D>(c, a.flash.scale, most, sum, factor);
+            ampc_group_wait<0>();
+            ampc_hopper_release(&ring->empty[1][before.stage]);
+            if (grown) ampc_flash_shrink<D>(o, factor);
+            ampc_hopper_pack<BF16, N>(w, c);
+        }
+        ampc_gate_wait(&ring->full[1][before.stage], before.parity);
+        ampc_hopper_weigh<D, BF16, N>(o, w, s.tile(1, before.stage));
+        ampc_group_wait<0>();
+    }
+    ampc_meet(group, AMPC_WARPGROUP);           /* no warp of the consumer reads its own rows any more */
+    ampc_flash_put<D, BF16, 1>(a.flash, *sweep, s.base, row, o, most, sum);
+#endif
+}
+
+/* ---- Backward */
+
+template <ampc_flash_pass PASS, int D, bool BF16>
+__global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
+    ampc_flash_hopper_gradient_rows(const __grid_constant__ ampc_hopper_call a) {
+#if AMPC_WARPGROUPS
+    const bool KEYS = PASS == AMPC_TO_KEYS;
+    const int N = ampc_hopper_tile(D, PASS), group = (int)threadIdx.x / AMPC_WARPGROUP, consumer = group - 1;
+    AMPC_DYNAMIC(raw);
+    const ampc_hopper_shared<PASS, D> s = {ampc_hopper_base(raw)};
+    ampc_hopper_open(a, s);
+    if (group == 0) {
+        ampc_registers_less<AMPC_PRODUCER_REGISTERS>();
+        if (threadIdx.x < 32) ampc_hopper_produce(a, s);
+        return;
+    }
+    ampc_registers_more<AMPC_CONSUMER_REGISTERS>();
+    const ampc_sweep<KEYS> *sweep = s.sweep();
+    const int warp = (int)threadIdx.x / 32 % 4, row = consumer * AMPC_CONSUMER_ROWS + 16 * warp;
+    float first[1][D / 8][4] = {}, second[1][D / 8][4] = {}, p[1][N / 8][4], ds[1][N / 8][4];
+    ampc_hopper_ring *ring = s.ring();
+    ampc_hopper_place at = {0, 0};
+    ampc_gate_wait(&ring->own, 0);
+    for (;; at.advance()) {
+        ampc_gate_wait(&ring->full[0][at.stage], at.parity);
+        const int j = ring->tile[at.stage];
+        if (j < 0) break;
+        const unsigned char *u = s.tile(0, at.stage), *v = s.tile(1, at.stage);
+        ampc_hopper_view<KEYS, N> view;
+        uint32_t w[N / 16][4];
+        view.look(*sweep, consumer, sweep->own + row, j);
+        ampc_hopper_scores<D, BF16, N>(p, s.own(0, consumer), u);
+        ampc_hopper_scores<D, BF16, N>(ds, s.own(1, consumer), v);
+        ampc_group_wait<0>();
+        ampc_flash_slopes<KEYS>(a.flash, p, ds, s.stats(KEYS ? at.stage * N : row));
+        if (view.hides) {
+            ampc_hopper_hide<N>(p, view.seen, 0.0f);
+            ampc_hopper_hide<N>(ds, view.seen, 0.0f);
+        }
+        if constexpr (KEYS) {
+            ampc_hopper_pack<BF16, N>(w, p);
+            ampc_hopper_weigh<D, BF16, N>(second, w, v);
+        }
+        uint32_t slopes[N / 16][4];
+        ampc_hopper_pack<BF16, N>(slopes, ds);
+        ampc_hopper_weigh<D, BF16, N>(first, slopes, u);
+        ampc_group_wait<0>();
+        ampc_hopper_release(&ring->empty[0][at.stage]);
+    }
+    ampc_meet(group, AMPC_WARPGROUP);           /* no warp of the consumer reads its own rows any more */
+    ampc_flash_put_gradient<PASS, D, BF16, 1>(a.flash, *sweep, s.base, row, first, second);
+#endif
+}
+
+/* ==== 9 >>operators: launches of attention ====
+   A call of attention on tensor cores goes to the kernels for Hopper if they take it, and otherwise to those for every
+   GPU from capability 8.0 on. */
 
 ampc_flash_operand ampc_flash_operand_of(const void *data, const int64_t (&stride)[3]) {
     return ampc_flash_operand{(char *)const_cast<void *>(data), 2 * stride[0], 2 * stride[1], 2 * stride[2]};
@@ -7406,6 +7858,51 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
     c.lse = a.lse;
     c.padded = ampc_blocks(a.queries, 128) * 128;
     return c;
+}
+
+/* ---- Launches on Hopper */
+
+/* Describes an operand of [batch, positions, heads, dim], of which TMA fetches `rows` rows and 64 columns at a time.  A
+   dimension along which nothing changes has size 1.  Its stride is not used, but must be a multiple of 16.  Returns
+   whether the driver takes it. */
+bool ampc_hopper_encode(const ampc_device *dev, const ampc_flash_call &c, const ampc_flash_operand &x, int positions,
+                        int rows, ampc_hopper_operand *out) {
+    const int64_t any = ampc_blocks(x.row * positions, 16) * 16, batch = c.all_heads / c.heads;
+    out->head_step = x.head != 0 && c.heads > 1;
+    out->batch_step = x.batch != 0 && batch > 1;
+    const uint64_t sizes[] = {(uint64_t)c.dim, (uint64_t)positions, out->head_step ? (uint64_t)c.heads : 1,
+                              out->batch_step ? (uint64_t)batch : 1};
+    const uint64_t strides[] = {(uint64_t)x.row, (uint64_t)(out->head_step ? x.head : any),
+                                (uint64_t)(out->batch_step ? x.batch : any)};
+    const unsigned box[] = {64, (unsigned)rows, 1, 1}, steps[] = {1, 1, 1, 1};
+    return dev->encode_tiled(&out->map, c.bf16 ? AMPC_MAP_BF16 : AMPC_MAP_F16, 4, x.data, sizes, strides, box, steps,
+                             AMPC_MAP_PLAIN, AMPC_MAP_SWIZZLE_128, AMPC_MAP_L2_128, AMPC_MAP_ZEROS) == 0;
+}
+
+/* Logs that a call with warpgroups runs without them.  Only the first such call of a context is logged. */
+void ampc_hopper_declined(ampc_device *dev) {
+    if (__atomic_fetch_add(&dev->declined, 1, __ATOMIC_RELAXED) > 0) return;
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_MAPS,
+                  "amp_cuda: the driver refused a tensor map: this attention runs by mma.sync instead of wgmma, and is "
+                  "slower; later ones are not logged, but counted at amp_close");
+}
+
+/* Whether warpgroups do this pass.  If so, fills in the launch. */
+bool ampc_hopper_takes(ampc_device *dev, const ampc_flash_call &c, ampc_flash_pass pass, ampc_hopper_call *out) {
+    const bool keys = pass == AMPC_TO_KEYS;
+    const int own = keys ? c.keys : c.queries, others = keys ? c.queries : c.keys,
+              tile = ampc_hopper_tile(ampc_flash_width(c.dim), pass);
+    bool taken = true;
+    if (!dev->has.warpgroups || c.queries < AMPC_HOPPER_FROM || c.keys < AMPC_HOPPER_FROM) return false;
+    memset((void *)out, 0, sizeof *out);
+    out->flash = c;
+    for (int i = 0; i < 2; i++) {
+        if (i == 0 || pass != AMPC_FORWARD)
+            taken = taken && ampc_hopper_encode(dev, c, c.own[i], own, AMPC_CONSUMER_ROWS, &out->own[i]);
+        taken = taken && ampc_hopper_encode(dev, c, c.others[i], others, tile, &out->others[i]);
+    }
+    if (!taken) ampc_hopper_declined(dev);
+    return taken;
 }
 
 template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
@@ -7542,10 +8039,15 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &given, vo
     AMPC_TRY(heads.open(false));
     AMPC_TRY(ampc_flash_mask(dev, a, "amp_attention", stream, &scratch, &bits));
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD, bits);
+    const unsigned blocks = (unsigned)(call.all_heads * call.tiles);
+    ampc_hopper_call hopper;
+    const bool warpgroups = ampc_hopper_takes(dev, call, AMPC_FORWARD, &hopper);
     return heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
-        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>,
-                           (unsigned)(call.all_heads * call.tiles),
+        if (warpgroups)
+            return ampc_launch(dev, "amp_attention", ampc_flash_hopper_rows<K::d, K::bf16>, blocks, AMPC_HOPPER_THREADS,
+                               ampc_hopper_layout<AMPC_FORWARD, K::d>::all, stream, hopper);
+        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, blocks,
                            (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads,
                            ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
     }));
@@ -7555,10 +8057,14 @@ template <ampc_flash_pass PASS, int D, bool BF16>
 amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const ampc_flash_bits &bits,
                                const float2 *stats) {
     ampc_flash_call call = ampc_flash_prepare(a, PASS, bits);
+    const unsigned blocks = (unsigned)(call.all_heads * call.tiles);
+    ampc_hopper_call hopper;
     call.stats = stats;
-    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>,
-                       (unsigned)(call.all_heads * call.tiles), (unsigned)ampc_flash_shape_of(D, PASS).threads,
-                       ampc_flash_shared(D, PASS), stream, call);
+    if (ampc_hopper_takes(dev, call, PASS, &hopper))
+        return ampc_launch(dev, "amp_attention_backward", ampc_flash_hopper_gradient_rows<PASS, D, BF16>, blocks,
+                           AMPC_HOPPER_THREADS, ampc_hopper_layout<PASS, D>::all, stream, hopper);
+    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>, blocks,
+                       (unsigned)ampc_flash_shape_of(D, PASS).threads, ampc_flash_shared(D, PASS), stream, call);
 }
 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, void *stream) {
@@ -9296,6 +9802,15 @@ amp_result ampc_allow_large(ampc_device *dev) {
             return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::bf16>,
                                      ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
                                      ampc_flash_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
+        }));
+    }
+    for (int way = 0; way < 4 && dev->has.warpgroups; way++) {
+        a.dim = way & 1 ? 128 : 64, a.dtype = way & 2 ? AMP_BF16 : AMP_F16;
+        AMPC_TRY(ampc_flash_pick(a, [&](auto kind) {
+            typedef decltype(kind) K;
+            return ampc_allow_shared(dev, ampc_flash_hopper_rows<K::d, K::bf16>,
+                                     ampc_flash_hopper_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
+                                     ampc_flash_hopper_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
         }));
     }
     return AMP_OK;

@@ -1686,7 +1686,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
     attributes->numRegs = 32;
     attributes->ptxVersion = model().image;
     attributes->binaryVersion = model().capability;
-    if (coc_function_name(function) == "ampc_marker_kernel") attributes->sharedSizeBytes = model().letter ? 64 : 32;
+    if (coc_function_name(function) == "ampc_marker_kernel") attributes->sharedSizeBytes = model().letter ? 1024 : 128;
     attributes->maxDynamicSharedSizeBytes = limit == limits.end() ? (int)COC_SHARED_DEFAULT : limit->second;
     return cudaSuccess;
 }

@@ -1679,8 +1679,10 @@ TEST(captures_left_open) {
 
 /* Kernels are chosen by what the build was compiled for too, and what is too old or too new is refused by name. */
 TEST(images) {
-    static const struct { int cc, image; amp_result result; int logs; const char *text; } cases[] = {
-        {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
+    static const struct { int cc, image; amp_result result; int logs; const char *text; int wgmma, driver; } cases[] = {
+        {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL, 1}, {90, 90, AMP_OK, 1, "compile amp_cuda.cu with -arch=sm_90a", 1},
+        {90, 90 + COC_LETTER_A, AMP_OK, 1, "the driver is older than CUDA 12", 1, 11080}, {80, 80, AMP_OK, 0, NULL, 1},
+        {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL}, {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
         {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, but model has 9.0: attention runs without tensor cores; compile "
                             "amp_cuda.cu with -arch=sm_90"},
         {80, 75, AMP_OK, 1, "-arch=sm_80"},
@@ -1690,9 +1692,11 @@ TEST(images) {
     };
     for (const auto &c : cases) {
         coc_set_devices(1, (size_t)1 << 28, 4, c.cc, c.image);
+        coc_set_driver(c.driver ? c.driver : 13000);
         void *dev = NULL;
         const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc desc = {};
+        desc.wgmma = c.wgmma;
         host_logs = 0;
         last_text.clear();
         CHECK_MSG(amp_cuda()->open(&dev, &host, &desc) == c.result, "%d on %d: %s", c.image, c.cc, last_text.c_str());
@@ -1701,6 +1705,7 @@ TEST(images) {
         if (dev != NULL) amp_cuda()->close(dev);
         CHECK_EQ(host_blocks, 0);
     }
+    coc_set_driver(13000);
     coc_set_devices(2);
     CHECK_EQ(coc_faults(), 0);
 }

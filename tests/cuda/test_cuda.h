@@ -54,6 +54,9 @@ static inline amp_context *cuda_context(const amp_desc *desc = NULL) {
     return amp;
 }
 
+/* Whether attention is tested on the kernels for Hopper (t_cuda_hopper.cpp). */
+static inline int &cuda_wgmma() { static int on; return on; }
+
 /* ---- One side of a comparison: the kernels of a backend, without a context around them */
 
 static inline char *cuda_error_text() { static char text[1024]; return text; }
@@ -81,8 +84,9 @@ struct cuda_side {
     struct piece { unsigned char *base; size_t offset, bytes; bool sparse; };
     std::vector<piece> pieces;
 
-    cuda_side(const amp_backend *b, const amp_backend_desc &d) : backend(b), gpu(b == amp_cuda()) {
-        CHECK(backend->open(&dev, cuda_host(), &d) == AMP_OK);
+    cuda_side(const amp_backend *b, const amp_backend_desc &d, const amp_host *host = cuda_host())
+        : backend(b), gpu(b == amp_cuda()) {
+        CHECK(backend->open(&dev, host, &d) == AMP_OK);
     }
     explicit cuda_side(const amp_backend *b, const amp_device_memory *memory = NULL, amp_cpu_path path = AMP_CPU_DEFAULT)
         : cuda_side(b, desc_of(memory, path)) {}
@@ -162,6 +166,7 @@ private:
         amp_backend_desc d = {};
         d.threads = 1;
         d.cpu_path = path;
+        d.wgmma = cuda_wgmma();
         if (memory) d.memory = *memory;
         return d;
     }

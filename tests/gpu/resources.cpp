@@ -1,8 +1,8 @@
 /* resources.cpp - prints what each kernel of an object file of nvcc needs, read from its machine code.
  *
- *     nvcc -gencode arch=compute_90,code=sm_90 --no-compress -c amp_cuda.cu -o amp_cuda_sm90.o
- *     resources amp_cuda_sm90.o                           one line per kernel, sorted by name
- *     resources amp_cuda_sm90.o resources.txt wide.txt    "topic kernel: text" for each thing that is not as it should be
+ *     nvcc -gencode arch=compute_90a,code=sm_90a --no-compress -c amp_cuda.cu -o amp_cuda_sm90a.o
+ *     resources amp_cuda_sm90a.o                           one line per kernel, sorted by name
+ *     resources amp_cuda_sm90a.o resources.txt wide.txt    "topic kernel: text" for each thing that is not as it should be
  *
  * The object contains the ELF file of the GPU without compression (hence --no-compress).  In it, kernel K is section
  * .text.K, its registers and stack are attributes in .nv.info, and its static shared memory is the size of .nv.shared.K, of

@@ -6,7 +6,7 @@
 #   make gpu ROWS="attention kernels:norms step:*"      some of the rows
 #   make gpu SECONDS=300    for everything, building included (default 575); RESULTS=folder: of the file
 #   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
-#   make gpu-table          what the kernels need of sm_90 into tests/gpu/resources.txt
+#   make gpu-table          what the kernels need of sm_90a into tests/gpu/resources.txt
 #   make backend            which backend a program can use here
 .PHONY: backend cuda gpu gpu-programs gpu-table
 
@@ -54,7 +54,7 @@ GPU_REST := $(COC_PARTS:%=$(BUILD)/%)
 GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
-GPU_ARCH  = $(shell sh tests/gpu/find.sh gpu | sed 's/.*, //; s/[.]//')
+GPU_ARCH  = $(shell sh tests/gpu/find.sh gpu | sed 's/.*, //; s/[.]//; s/^90$$/90a/')
 GPU_NVCC  = $(shell sh tests/gpu/find.sh nvcc) -std=c++17 -O2 $(GPU_INCLUDE)
 GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)
