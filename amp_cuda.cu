@@ -6777,8 +6777,9 @@ __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const amp
 }
 
 /* ---- Hidden keys and queries may hold infinities or NaN.  A weight of 0 times such a number must give 0, but tensor
-   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one.  In fp32 it does so without
-   a mask too, because the two parts of an infinity give NaN where the infinity itself may give another number. */
+   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one.  In fp32 it does so
+   without a mask too, because the two parts of an infinity give NaN where the infinity itself may give another
+   number. */
 
 /* A lane's D / 32 numbers of a row. */
 template <int D, amp_dtype C> struct ampc_flash_part {
@@ -7092,9 +7093,9 @@ ampc_flash_rows(ampc_flash_call a) {
 /* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
    the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
-/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 or 4 for the tensor
-   cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get lse = infinity,
-   which makes their p and ds 0. */
+/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 or 4 for the
+   tensor cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get
+   lse = infinity, which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
@@ -7283,8 +7284,8 @@ bool ampc_flash_fits(const amp_k_attention &a) {
            fits(a.dv, a.dv_stride);
 }
 
-/* Whether the tensor cores can do this attention.  Rows that do not fit are copied only if they have 16 bits.  For fewer
-   than 16 queries a copy of all keys and values costs more than they save. */
+/* Whether the tensor cores can do this attention.  Rows that do not fit are copied only if they have 16 bits.  For
+   fewer than 16 queries a copy of all keys and values costs more than they save. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
     const bool words = ampc_in_words(a.compute);
     if (!dev->has.tensor_cores || a.dtype != (words ? AMP_F32 : a.compute)) return false;
