@@ -7,9 +7,9 @@
 
      -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  For a GPU of compute
      capability 9.0 (H100, H200, GH200), use sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma
-     asks for.  nvcc 13 no longer builds for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of amp_profile_push and amp_monitor_phase
-     (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math, which flushes subnormal numbers and would
-     change the optimizers' bits.
+     asks for.  nvcc 13 no longer builds for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of
+     amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math,
+     which flushes subnormal numbers and would change the optimizers' bits.
 
    USE     Name the backend when you open a context.
 
@@ -76,8 +76,8 @@
         9 >>operators: losses and embeddings        cross-entropy, mean squared error, embedding
         9 >>operators: products                     on the fp32 units, through cuBLASLt, in FP8; plans and autotuning
         9 >>operators: tensor cores                 products of fragments, and tiles in shared memory
-        9 >>operators: attention on tensor cores    in fp16 and bf16, for heads of up to 128 numbers
-        9 >>operators: attention on Hopper          the same by wgmma and TMA, in code for sm_90a
+        9 >>operators: attention on tensor cores    for heads of up to 128 numbers
+        9 >>operators: attention on Hopper          in 16 bits by wgmma and TMA, in code for sm_90a
         9 >>operators: launches of attention        which kernels take a call, and the copies that they need
         9 >>operators: attention on the fp32 units  every other attention
        11 >>gradients                               check and scale, optimizers, rules
@@ -1217,10 +1217,10 @@ amp_result ampc_ranks_note(ampc_device *dev, cudaStream_t stream);
 
 /* ---- Opening and closing */
 
-/* The attributes of this kernel name the architecture that the running code was compiled for.  Without -arch, nvcc builds
-   for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all code under
-   #if, are then those of the old architecture.  The size of its shared memory, which the compiler rounds up, tells
-   sm_90a from sm_90. */
+/* The attributes of this kernel name the architecture that the running code was compiled for.  Without -arch, nvcc
+   builds for its oldest architecture, and the driver translates that code for newer GPUs.  __CUDA_ARCH__, and all code
+   under #if, are then those of the old architecture.  The size of its shared memory, which the compiler may round up,
+   tells sm_90a from sm_90. */
 enum { AMPC_MARKER = 16, AMPC_MARKER_90A = 1024 };
 __global__ void ampc_marker_kernel() {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -6177,9 +6177,9 @@ amp_result ampc_gemm_pack(void *device, const amp_k_pack *args, void *packed, vo
 }
 
 /* ==== 9 >>operators: tensor cores ====
-   Products of 16-bit numbers that are summed in fp32, and their operands.  They need compute capability 8.0 or later.
-   For the layout of a fragment in a warp see PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type" and
-   "ldmatrix". */
+   Products that are summed in fp32, and their operands: 16-bit numbers, or fp32 numbers in TF32.  They need compute
+   capability 8.0 or later.  For the layout of a fragment in a warp see PTX ISA, "Matrix Fragments for mma.m16n8k16 with
+   floating point type", "Matrix Fragments for mma.m16n8k8" and "ldmatrix". */
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
 #  define AMPC_TENSOR_CORES 1
@@ -6224,6 +6224,61 @@ __device__ __forceinline__ void ampc_matrix_load_transposed(uint32_t (&r)[4], am
 #elif !defined(__CUDACC__)
     coc_ldmatrix_x4(r, (const void *)row, true);
 #endif
+}
+
+/* c += a b, where a is 16 x 8 and b is 8 x 8, each as a fragment.  Of each operand only the upper 19 bits count, which
+   are a TF32 number. */
+__device__ __forceinline__ void ampc_mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(__CUDA_ARCH__)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#elif !defined(__CUDACC__)
+    coc_mma_m16n8k8_tf32(c, a, b);
+#endif
+}
+
+/* ---- Operands in the dtype C that products compute in.  Numbers of 16 bits are multiplied as they are, two in a word.
+   For TF32, fp32 numbers are rounded.  For fp32, each number becomes the sum of two TF32 numbers, and three products
+   replace one.  The fourth would be below 2^-22 of the result. */
+
+/* Whether operands are stored in fp32. */
+__host__ __device__ constexpr bool ampc_in_words(amp_dtype c) { return c == AMP_F32 || c == AMP_TF32; }
+/* The 16-bit halves of d numbers.  Tiles of fp32 numbers have this many columns of 16 bits. */
+__host__ __device__ constexpr int ampc_halves(int d, amp_dtype c) { return ampc_in_words(c) ? 2 * d : d; }
+
+template <amp_dtype C, int N> struct ampc_factor {
+    uint32_t high[N], low[C == AMP_F32 ? N : 1];
+    /* An infinity, or a number that becomes one when it is rounded, gets low = NaN, and so do its products. */
+    __device__ __forceinline__ void set(int i, uint32_t x) {
+        if (C == AMP_F32) {
+            high[i] = (x + 0x1000u) & 0xffffe000u;
+            low[C == AMP_F32 ? i : 0] = ampi_bits_f32(ampi_f32_of_bits(x) - ampi_f32_of_bits(high[i]));
+        } else if (C == AMP_TF32) {
+#if defined(__CUDA_ARCH__)
+            asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(high[i]) : "f"(ampi_f32_of_bits(x)));
+#else
+            high[i] = ampi_to_tf32(x, 0, 0);
+#endif
+        } else high[i] = x;
+    }
+    __device__ __forceinline__ ampc_factor() {}
+    template <int K> __device__ __forceinline__ ampc_factor(const uint32_t (&x)[K], int first) {
+        AMPC_UNROLL
+        for (int i = 0; i < N; i++) set(i, x[first + i]);
+    }
+};
+
+/* c += a b.  The small products come first. */
+template <amp_dtype C>
+__device__ __forceinline__ void ampc_product(float (&c)[4], const ampc_factor<C, 4> &a, const ampc_factor<C, 2> &b) {
+    if constexpr (C == AMP_F32) {
+        ampc_mma_tf32(c, a.low, b.high);
+        ampc_mma_tf32(c, a.high, b.low);
+    }
+    if constexpr (ampc_in_words(C)) ampc_mma_tf32(c, a.high, b.high);
+    else ampc_mma<C == AMP_BF16>(c, a.high, b.high);
 }
 
 /* ---- Warpgroups: what compute capability 9.0 has beyond mma.  A warpgroup is four warps, from a multiple of 128
@@ -6455,7 +6510,8 @@ template <int REGISTERS> __device__ __forceinline__ void ampc_registers_more() {
 }
 
 /* ---- Tiles, which are rows of D 16-bit numbers in shared memory.  Exclusive-or with the row's number spreads the same
-   piece of 8 neighbouring rows over all banks.  Therefore neither copies nor ldmatrix have bank conflicts. */
+   piece of 8 neighbouring rows over all banks.  Therefore neither copies nor ldmatrix have bank conflicts.  A row of
+   fp32 numbers is one of twice as many halves: an 8 x 8 matrix of ldmatrix then has 8 x 4 numbers, as TF32 needs. */
 
 template <int D> __device__ __forceinline__ int ampc_tile_at(int row, int piece) {
     return row * 2 * D + ((piece ^ (row & 7)) << 4);
@@ -6500,8 +6556,8 @@ template <int D, int M, bool HELD> struct ampc_tile_rows {
     }
 };
 
-/* c = a b^T, where a has 16 M rows and b has 8 N rows of D numbers. */
-template <int D, bool BF16, int M, int N, bool HELD>
+/* c = a b^T, where a has 16 M rows and b has 8 N rows of D halves. */
+template <int D, amp_dtype C, int M, int N, bool HELD>
 __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc_tile_rows<D, M, HELD> &a,
                                                  const unsigned char *b) {
     int lane = (int)ampc_afresh(threadIdx.x) % 32;
@@ -6513,14 +6569,18 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
         for (int n = 0; n < N; n++) c[m][n][0] = c[m][n][1] = c[m][n][2] = c[m][n][3] = 0.0f;
     }
     auto step = [&](const uint32_t (&x)[M][4], int k) {
+        ampc_factor<C, 4> left[M];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) left[m] = ampc_factor<C, 4>(x[m], 0);
         AMPC_UNROLL
         for (int n = 0; n < N; n += 2) {
             uint32_t y[4];
             ampc_matrix_load(y, ampc_tile_on(b_at, 2 * k) + n * 16 * D);
+            const ampc_factor<C, 2> first(y, 0), second(y, 2);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
-                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
-                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+                ampc_product(c[m][n], left[m], first);
+                ampc_product(c[m][n + 1], left[m], second);
             }
         }
     };
@@ -6535,12 +6595,42 @@ __device__ __forceinline__ void ampc_tile_scores(float (&c)[M][N][4], const ampc
     }
 }
 
+/* c += w b for operands in fp32, see ampc_tile_weigh.  The sum over 8 rows may be taken in any order.  Row 2 t + e
+   therefore takes the place of row t + 4 e, so that each lane has the weights that it needs.  Loads have no bank
+   conflicts. */
+template <int D, amp_dtype C, int M, int N>
+__device__ __forceinline__ void ampc_tile_weigh_words(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
+                                                      const unsigned char *b) {
+    const int lane = (int)ampc_afresh(threadIdx.x) % 32, row = lane % 4 * 2, column = lane / 4;
+    const int at[2] = {ampc_tile_at<2 * D>(row, column / 4) + column % 4 * 4,
+                       ampc_tile_at<2 * D>(row + 1, column / 4) + column % 4 * 4};
+    AMPC_UNROLL
+    for (int k = 0; k < N; k++) {
+        ampc_factor<C, 4> x[M];
+        AMPC_UNROLL
+        for (int m = 0; m < M; m++) {
+            AMPC_UNROLL
+            for (int i = 0; i < 4; i++) x[m].set(i, ampi_bits_f32(w[m][k][i % 2 * 2 + i / 2]));
+        }
+        AMPC_UNROLL
+        for (int n = 0; n < D / 8; n++) {
+            ampc_factor<C, 2> y;
+            AMPC_UNROLL
+            for (int e = 0; e < 2; e++) {
+                const int from = (at[e] ^ (2 * n & 7) << 4) + (2 * n >> 3) * 128;
+                y.set(e, *(const uint32_t *)(b + from + k * 32 * D));
+            }
+            AMPC_UNROLL
+            for (int m = 0; m < M; m++) ampc_product(c[m][n], x[m], y);
+        }
+    }
+}
+
 /* c += w b, where w is 16 M x 8 N weights in the layout of ampc_tile_scores, and b has 8 N rows of D numbers.  The
-   weights are rounded to 16 bits. */
-template <int D, bool BF16, int M, int N>
+   weights are rounded as operands are. */
+template <int D, amp_dtype C, int M, int N>
 __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
                                                 const unsigned char *b) {
-    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
     int lane = (int)ampc_afresh(threadIdx.x) % 32;
     ampc_address b_at = ampc_address_of(b + ampc_tile_at<D>(lane % 16, lane / 16));
     AMPC_UNROLL
@@ -6550,7 +6640,7 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
         for (int m = 0; m < M; m++) {
             AMPC_UNROLL
             for (int i = 0; i < 4; i++)
-                x[m][i] = ampc_pair(w[m][k + i / 2][2 * (i % 2)], w[m][k + i / 2][2 * (i % 2) + 1], dtype);
+                x[m][i] = ampc_pair(w[m][k + i / 2][2 * (i % 2)], w[m][k + i / 2][2 * (i % 2) + 1], C);
         }
         AMPC_UNROLL
         for (int n = 0; n < D / 8; n += 2) {
@@ -6558,20 +6648,26 @@ __device__ __forceinline__ void ampc_tile_weigh(float (&c)[M][D / 8][4], const f
             ampc_matrix_load_transposed(y, ampc_tile_on(b_at, n) + k * 16 * D);
             AMPC_UNROLL
             for (int m = 0; m < M; m++) {
-                ampc_mma<BF16>(c[m][n], x[m], {y[0], y[1]});
-                ampc_mma<BF16>(c[m][n + 1], x[m], {y[2], y[3]});
+                ampc_mma<C == AMP_BF16>(c[m][n], x[m], {y[0], y[1]});
+                ampc_mma<C == AMP_BF16>(c[m][n + 1], x[m], {y[2], y[3]});
             }
         }
     }
 }
 
-/* Rounds factor times 16 M rows of results to 16 bits, and writes the first `dim` numbers of the first `count` rows.
-   `scratch` is the warp's part of a tile. */
-template <int D, bool BF16, int M>
+template <int D, amp_dtype C, int M, int N>
+__device__ __forceinline__ void ampc_tile_add(float (&c)[M][D / 8][4], const float (&w)[M][N][4],
+                                              const unsigned char *b) {
+    if constexpr (ampc_in_words(C)) ampc_tile_weigh_words<D, C>(c, w, b);
+    else ampc_tile_weigh<D, C>(c, w, b);
+}
+
+/* Rounds factor times 16 M rows of results as they are stored, and writes the first `dim` numbers of the first `count`
+   rows.  `scratch` is the warp's part of a tile. */
+template <int D, amp_dtype C, int M>
 __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], const float (&factor)[M][2],
                                                 unsigned char *scratch, void *to, int64_t stride, int dim, int count) {
-    const amp_dtype dtype = BF16 ? AMP_BF16 : AMP_F16;
-    const int pieces = D / 8, step = 32 / pieces;
+    const int H = ampc_halves(D, C), pieces = H / 8, step = 32 / pieces;
     int lane = (int)threadIdx.x % 32, piece = lane % pieces, row = lane / pieces;
     __syncwarp();
     AMPC_UNROLL
@@ -6579,28 +6675,31 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
         AMPC_UNROLL
         for (int n = 0; n < D / 8; n++) {
             AMPC_UNROLL
-            for (int h = 0; h < 2; h++)
-                *(uint32_t *)(scratch + ampc_tile_at<D>(16 * m + 8 * h + lane / 4, n) + lane % 4 * 4) =
-                    ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]),
-                              dtype);
+            for (int h = 0; h < 2; h++) {
+                const int pair = H / D * n + (ampc_in_words(C) ? lane % 4 / 2 : 0), at = lane % (4 * D / H);
+                unsigned char *place = scratch + ampc_tile_at<H>(16 * m + 8 * h + lane / 4, pair) + at * (4 * H / D);
+                const float x = ampc_mul(c[m][n][2 * h], factor[m][h]), y = ampc_mul(c[m][n][2 * h + 1], factor[m][h]);
+                if constexpr (ampc_in_words(C)) *(float2 *)place = float2{x, y};
+                else *(uint32_t *)place = ampc_pair(x, y, C);
+            }
         }
     }
     __syncwarp();
     char *p = (char *)to + row * stride + piece * 16;
-    if (8 * piece >= dim) count = 0;
+    if (8 * piece >= H / D * dim) count = 0;
     AMPC_UNROLL
     for (int i = 0; i < 16 * M; i += step, p += step * stride)
-        if (row + i < count) ampc_put_bytes<16>(p, ampc_get_bytes<16>(scratch + ampc_tile_at<D>(row + i, piece)));
+        if (row + i < count) ampc_put_bytes<16>(p, ampc_get_bytes<16>(scratch + ampc_tile_at<H>(row + i, piece)));
 }
 
 #endif /* AMPC_TENSOR_CORES */
 
 /* ==== 9 >>operators: attention on tensor cores ====
-   These kernels follow FlashAttention-2 (Dao 2023).  They are for heads of D = 64 and 128 numbers, and other heads are
-   padded with zeros.  A block owns 128 queries or keys of one head.  The other side comes in tiles, which are fetched
-   into one half of a double buffer while the other half is processed.  Tiles that the mask hides are neither fetched
-   nor computed, and fully visible tiles are not tested number by number.  The registers of a warp hold its sums, the
-   weights between two products and, if there is room, the rows that it owns.
+   These kernels follow FlashAttention-2 (Dao 2023).  They compute in fp16, bf16, TF32 or fp32, for heads of D = 64 and
+   128 numbers, and other heads are padded with zeros.  A block owns 128 queries or keys of one head.  The other side
+   comes in tiles, which are fetched into one half of a double buffer while the other half is processed.  Tiles that the
+   mask hides are neither fetched nor computed, and fully visible tiles are not tested number by number.  The registers
+   of a warp hold its sums, the weights between two products and, if there is room, the rows that it owns.
 
    Backward takes two passes.  One thread computes each sum, in a fixed order, without atomic operations or an fp32 copy
    of dq.  Blocks that own keys compute dk and dv.  Blocks that own queries compute the weights again and dq.  That is 7
@@ -6627,9 +6726,13 @@ __host__ __device__ constexpr int ampc_flash_width(int64_t dim) { return dim <= 
    many rows a tile of the other side has, and `columns` is how many of them go through the products at a time.  `held`
    is how many of the own operands are held in registers.  With four warps, each has 32 own rows, and with eight, each
    has 16.  A pass's sums take most of its registers, and dk and dv leave no room for k and v.  Forward gains more from
-   a third block, or from more columns, than from q in registers. */
+   a third block, or from more columns, than from q in registers.  For operands in fp32, `words` is true.  Their tiles
+   are twice as large, and their two parts take registers, so they have fewer columns or rows.  For heads of 64 numbers
+   a block fits the 99 KB of the smaller GPUs, and for heads of 128 the 163 KB of 8.0. */
 struct ampc_flash_shape { int threads, blocks, tile, columns, held; };
-__host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass) {
+__host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_flash_pass pass, bool words) {
+    if (words && d == 64) return ampc_flash_shape{128, 2, 32, pass == AMPC_TO_KEYS ? 16 : 32, 0};
+    if (words) return pass == AMPC_FORWARD ? ampc_flash_shape{256, 1, 32, 32, 0} : ampc_flash_shape{256, 1, 16, 16, 0};
     if (pass == AMPC_FORWARD)
         return d == 64 ? ampc_flash_shape{128, 3, 64, 32, 0} : ampc_flash_shape{128, 2, 64, 32, 0};
     if (pass == AMPC_TO_QUERIES)
@@ -6637,12 +6740,13 @@ __host__ __device__ constexpr ampc_flash_shape ampc_flash_shape_of(int d, ampc_f
     return d == 64 ? ampc_flash_shape{128, 2, 64, 32, 0} : ampc_flash_shape{256, 1, 32, 32, 0};
 }
 /* If registers hold all own rows, the second half of the double buffer reuses their shared memory. */
-__host__ __device__ constexpr bool ampc_flash_holds_all(int d, ampc_flash_pass pass) {
-    return ampc_flash_shape_of(d, pass).held == 2;
+__host__ __device__ constexpr bool ampc_flash_holds_all(int d, ampc_flash_pass pass, bool words) {
+    return ampc_flash_shape_of(d, pass, words).held == 2;
 }
-__host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass) {
+__host__ __device__ constexpr size_t ampc_flash_shared(int d, ampc_flash_pass pass, bool words) {
     return (size_t)(AMPC_FLASH_OWN * (pass == AMPC_FORWARD ? 1 : 2) +
-                    (ampc_flash_holds_all(d, pass) ? 2 : 4) * ampc_flash_shape_of(d, pass).tile) * 2 * (size_t)d
+                    (ampc_flash_holds_all(d, pass, words) ? 2 : 4) * ampc_flash_shape_of(d, pass, words).tile) *
+               (words ? 4 : 2) * (size_t)d
          + (pass == AMPC_FORWARD ? 0 : 128 * sizeof(float2)) + AMPC_SWEEP_BYTES;
 }
 
@@ -6675,7 +6779,7 @@ struct ampc_flash_call {
     int64_t heads, all_heads;       /* of a sequence, of the batch */
     int queries, keys, dim, together, tiles;
     float scale, factor;            /* of the scores, with log2(e); of the first result */
-    bool bf16, hides;
+    bool hides;
     amp_mask mask;
     ampc_flash_bits bits;
     ampc_flash_operand own[2], others[2], out[2];
@@ -6934,7 +7038,7 @@ template <int M> __device__ __forceinline__ int ampc_warp_row() { return (int)am
 
 static_assert(sizeof(ampc_sweep<true>) <= AMPC_SWEEP_BYTES, "it fits");
 
-/* Starts to copy the rows from i on of two operands into two consecutive tiles. */
+/* Starts to copy the rows from i on of two operands into two consecutive tiles.  Rows have D and dim halves. */
 template <int D, int ROWS, int THREADS>
 __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const ampc_flash_operand (&x)[2],
                                                  const ampc_flash_place &p, int dim, int i, int rows) {
@@ -6943,10 +7047,12 @@ __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const amp
 }
 
 /* ---- Hidden keys and queries may hold infinities or NaN.  A weight of 0 times such a number must give 0, but tensor
-   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one. */
+   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one.  In fp32 it does so
+   without a mask too, because the two parts of an infinity give NaN where the infinity itself may give another
+   number. */
 
 /* A lane's D / 32 numbers of a row. */
-template <int D, bool BF16> struct ampc_flash_part {
+template <int D, amp_dtype C> struct ampc_flash_part {
     float x[D / 32];
     __device__ __forceinline__ ampc_flash_part() {
         AMPC_UNROLL
@@ -6955,10 +7061,14 @@ template <int D, bool BF16> struct ampc_flash_part {
     /* How many of this lane's numbers are within dim.  The count may be negative. */
     static __device__ __forceinline__ int count(int dim) { return dim - (int)threadIdx.x % 32 * (D / 32); }
     __device__ __forceinline__ ampc_flash_part(const char *row, int dim) : ampc_flash_part() {
-        const uint16_t *p = (const uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        const unsigned first = threadIdx.x % 32 * (D / 32);
+        const uint16_t *p = (const uint16_t *)row + first;
         AMPC_UNROLL
-        for (int i = 0; i < D / 32; i++)
-            if (i < count(dim)) x[i] = BF16 ? amp_f32_from_bf16(p[i]) : ampc_f16_value(p[i]);
+        for (int i = 0; i < D / 32; i++) {
+            if (i >= count(dim)) continue;
+            if constexpr (ampc_in_words(C)) x[i] = ampc_rounded(((const float *)row)[first + i], C);
+            else x[i] = C == AMP_BF16 ? amp_f32_from_bf16(p[i]) : ampc_f16_value(p[i]);
+        }
     }
     __device__ __forceinline__ float dot(const ampc_flash_part &y) const {
         float sum = 0.0f;
@@ -6966,17 +7076,21 @@ template <int D, bool BF16> struct ampc_flash_part {
         for (int i = 0; i < D / 32; i++) sum = ampc_fma(x[i], y.x[i], sum);
         return ampc_warp_sum(sum);
     }
-    __device__ __forceinline__ void add(float weight, const ampc_flash_part &y) {
-        weight = ampc_rounded(weight, BF16 ? AMP_BF16 : AMP_F16);
-        if (weight == 0.0f) return;
+    __device__ __forceinline__ void add(float weight, const ampc_flash_part &y, bool hides) {
+        weight = ampc_rounded(weight, C);
+        if (weight == 0.0f && hides) return;
         AMPC_UNROLL
         for (int i = 0; i < D / 32; i++) x[i] = ampc_fma(weight, y.x[i], x[i]);
     }
     __device__ __forceinline__ void write(char *row, float factor, int dim) const {
-        uint16_t *p = (uint16_t *)row + threadIdx.x % 32 * (D / 32);
+        const unsigned first = threadIdx.x % 32 * (D / 32);
+        uint16_t *p = (uint16_t *)row + first;
         AMPC_UNROLL
-        for (int i = 0; i < D / 32; i++)
-            if (i < count(dim)) p[i] = BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
+        for (int i = 0; i < D / 32; i++) {
+            if (i >= count(dim)) continue;
+            if constexpr (ampc_in_words(C)) ((float *)row)[first + i] = x[i] * factor;
+            else p[i] = C == AMP_BF16 ? ampc_bf16_bits(x[i] * factor) : ampc_f16_bits(x[i] * factor);
+        }
     }
 };
 
@@ -6991,12 +7105,13 @@ __device__ __forceinline__ float ampc_flash_power(const ampc_flash_call &a, floa
 
 /* Computes row `mine` of the results.  `stats` are those of the other side's queries in AMPC_TO_KEYS, and of this query
    otherwise. */
-template <ampc_flash_pass PASS, int D, bool BF16>
+template <ampc_flash_pass PASS, int D, amp_dtype C>
 __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &a,
                                                          const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep, int mine,
                                                          const float2 *stats) {
     const ampc_flash_place &p = sweep.place;
-    typedef ampc_flash_part<D, BF16> part;
+    typedef ampc_flash_part<D, C> part;
+    const bool hides = C != AMP_F32 || a.hides;
     const part x(a.own[0].at(p, mine), a.dim), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine), a.dim);
     part first, second;
     AMPC_NO_UNROLL
@@ -7006,12 +7121,38 @@ __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &
         float2 stat = stats[PASS == AMPC_TO_KEYS ? other : 0];
         float power = ampc_flash_power(a, x.dot(u), stat.x, PASS == AMPC_FORWARD ? AMPC_FLASH_LAG : 0.0f);
         float weight = ampc_exp2(power);
-        if (PASS == AMPC_FORWARD) first.add(weight, w);
-        else first.add(ampc_mul(weight, y.dot(w) - stat.y), u);
-        if (PASS == AMPC_TO_KEYS) second.add(weight, w);
+        if (PASS == AMPC_FORWARD) first.add(weight, w, hides);
+        else first.add(ampc_mul(weight, y.dot(w) - stat.y), u, hides);
+        if (PASS == AMPC_TO_KEYS) second.add(weight, w, hides);
     }
     first.write(a.out[0].at(p, mine), PASS == AMPC_FORWARD ? stats->y : a.factor, a.dim);
     if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f, a.dim);
+}
+
+/* The stats of query `mine` for ampc_flash_recompute_row, from its scores in fp32.  Its log-sum-exp is written to lse,
+   unless lse is NULL. */
+template <int D, amp_dtype C>
+__device__ __forceinline__ float2 ampc_flash_row_stats(const ampc_flash_call &a, const ampc_sweep<false> &sweep,
+                                                       int mine, float *lse) {
+    const ampc_flash_place &p = sweep.place;
+    const float lowest = ampi_f32_of_bits(0xff800000u);
+    const ampc_flash_part<D, C> x(a.own[0].at(p, mine), a.dim);
+    float top = lowest, total = 0.0f, stat = 0.0f;
+    AMPC_NO_UNROLL
+    for (int k = 0; k < 2 * a.keys; k++) {      /* the largest score, and then the sum */
+        const int other = k < a.keys ? k : k - a.keys;
+        if (k == a.keys && top != lowest) {
+            stat = ampc_mul(top, a.scale);
+            if (!(fabsf(stat) < AMPC_FLASH_STEEP)) stat = 2.0f * ampc_mul(top, a.factor);
+        }
+        if (!sweep.sees(mine, other)) continue;
+        const float score = x.dot(ampc_flash_part<D, C>(a.others[0].at(p, other), a.dim));
+        if (k < a.keys) top = fmaxf(top, score);
+        else total += ampc_exp2(ampc_flash_power(a, score, stat));
+    }
+    if (lse != NULL && threadIdx.x % 32 == 0)
+        *lse = total == 0.0f ? lowest : (top == lowest ? 0.0f : ampc_mul(top, a.factor)) + logf(total);
+    return float2{stat, total == 0.0f ? 0.0f : 1.0f / total};
 }
 
 template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float (&x)[M][N][4]) {
@@ -7133,20 +7274,25 @@ __device__ __forceinline__ void ampc_flash_note(float2 *scratch, const float (&s
 }
 
 /* Writes the warp's rows of o, which begin with row `mine` of the block, and their log-sum-exp. */
-template <int D, bool BF16, int M>
+template <int D, amp_dtype C, int M>
 __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const ampc_sweep<false> &sweep,
                                                unsigned char *scratch, int mine, const float (&o)[M][D / 8][4],
                                                float (&max)[M][2], float (&sum)[M][2]) {
     int own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
-    float2 *notes = (float2 *)(scratch + mine * 2 * D);
+    float *lse = a.lse ? a.lse + head * a.queries + own : NULL;
+    scratch += mine * 2 * ampc_halves(D, C);
+    float2 *notes = (float2 *)scratch;
     if (left <= 0) return;
-    ampc_flash_normalise(a, max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
-    ampc_tile_write<D, BF16>(o, sum, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
-    if (!a.hides || !ampc_has_nan(o)) return;
+    ampc_flash_normalise(a, max, sum, lse, left);
+    ampc_tile_write<D, C>(o, sum, scratch, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
+    if ((C != AMP_F32 && !a.hides) || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
-    for (int i = 0; i < min(left, 16 * M); i++)
-        ampc_flash_recompute_row<AMPC_FORWARD, D, BF16>(a, sweep, own + i, notes + i);
+    for (int i = 0; i < min(left, 16 * M); i++) {
+        float2 stats = notes[i];
+        if (C == AMP_F32) stats = ampc_flash_row_stats<D, C>(a, sweep, own + i, lse ? lse + i : NULL);
+        ampc_flash_recompute_row<AMPC_FORWARD, D, C>(a, sweep, own + i, &stats);
+    }
 }
 
 /* Hides from the compiler that a loop may have only one turn.  The code of a loop needs fewer registers than straight
@@ -7161,65 +7307,67 @@ __device__ __forceinline__ int ampc_flash_step(int columns) {
 
 #endif /* AMPC_TENSOR_CORES */
 
-template <int D, bool BF16>
-__global__ void
-__launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD).threads, ampc_flash_shape_of(D, AMPC_FORWARD).blocks)
+template <int D, amp_dtype C>
+__global__ void __launch_bounds__(ampc_flash_shape_of(D, AMPC_FORWARD, ampc_in_words(C)).threads,
+                                  ampc_flash_shape_of(D, AMPC_FORWARD, ampc_in_words(C)).blocks)
 ampc_flash_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
-    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD);
+    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, AMPC_FORWARD, ampc_in_words(C));
     const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
-              half = 2 * T * 2 * D;
+              H = ampc_halves(D, C), half = 2 * T * 2 * H;
     const float lowest = ampi_f32_of_bits(0xff800000u);
     AMPC_DYNAMIC(shared);
-    ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD) - AMPC_SWEEP_BYTES);
+    ampc_sweep<false> *sweep = (ampc_sweep<false> *)(shared + ampc_flash_shared(D, AMPC_FORWARD, ampc_in_words(C)) -
+                                                     AMPC_SWEEP_BYTES);
     if (threadIdx.x % 32 == 0) sweep->open(a, T, (int)threadIdx.x / 32, (int)blockDim.x / 32);
     __syncthreads();
-    unsigned char *others = shared + R * 2 * D;
+    unsigned char *others = shared + R * 2 * H;
+    const int dim = H / D * a.dim;
     float o[M][D / 8][4] = {}, max[M][2], sum[M][2] = {};
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) max[i / 2][i % 2] = lowest;
-    ampc_tile_fetch<D, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, a.dim,
+    ampc_tile_fetch<H, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, dim,
                                          a.queries - sweep->own);
     ampc_copy_commit();
     int j = sweep->next(sweep->first), turn = 0;
-    if (j < sweep->end) ampc_flash_fetch<D, T, shape.threads>(others, a.others, sweep->place, a.dim, j, a.keys);
+    if (j < sweep->end) ampc_flash_fetch<H, T, shape.threads>(others, a.others, sweep->place, dim, j, a.keys);
     ampc_copy_commit();
-    const ampc_tile_rows<D, M, false> q(shared + ampc_warp_row<M>() * 2 * D);
+    const ampc_tile_rows<H, M, false> q(shared + ampc_warp_row<M>() * 2 * H);
     while (j < sweep->end) {
         int following = sweep->next(j + T);
         ampc_copy_wait<0>();
         __syncthreads();                        /* the rows have arrived, and no warp still reads the other half */
         if (following < sweep->end)
-            ampc_flash_fetch<D, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, a.dim,
-                                                  following, a.keys);
+            ampc_flash_fetch<H, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, dim, following,
+                                                  a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += ampc_flash_step(8 * N)) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->parts[mine / (16 * M)], sweep->own + mine, 16 * M, j + c, 8 * N);
-            const unsigned char *k = others + turn * half + c * 2 * D;
+            const unsigned char *k = others + turn * half + c * 2 * H;
             float s[M][N][4], factor[2 * M];
             if (state == AMPC_HIDDEN) continue;
-            ampc_tile_scores<D, BF16>(s, q, k);
+            ampc_tile_scores<H, C>(s, q, k);
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, j + c, s, s, lowest);
             if (ampc_flash_online_weights<D>(s, a.scale, max, sum, factor)) ampc_flash_shrink<D>(o, factor);
-            ampc_tile_weigh<D, BF16>(o, s, k + half / 2);
+            ampc_tile_add<D, C>(o, s, k + half / 2);
         }
         turn ^= 1;
         j = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    ampc_flash_put<D, BF16, M>(a, *sweep, shared, ampc_warp_row<M>(), o, max, sum);
+    ampc_flash_put<D, C, M>(a, *sweep, shared, ampc_warp_row<M>(), o, max, sum);
 #endif
 }
 
 /* ---- Backward.  With s the raw scores and lse in powers of 2, p = 2^(scale s - lse) (ampc_flash_power).  With delta
    the sum of do o over a row, ds = p (do v^T - delta).  Then dv = p^T do, dk = factor ds^T q and dq = factor ds k. */
 
-/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 for the tensor
-   cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get lse = infinity,
-   which makes their p and ds 0. */
+/* Computes lse and delta of all queries, with LANES threads per row and V numbers at a time.  V is 8 or 4 for the
+   tensor cores, and lse is then as ampc_flash_power takes it.  Queries that see nothing and padding rows get
+   lse = infinity, which makes their p and ds 0. */
 template <int V, int LANES> __global__ void __launch_bounds__(256)
 ampc_attention_delta(amp_k_attention a, ampc_divisor padded, ampc_divisor heads, float2 *stats) {
     int64_t rows = a.batch * a.heads * padded.d;
@@ -7297,7 +7445,7 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
 }
 
 /* Writes the warp's rows of the results, which begin with row `mine` of the block. */
-template <ampc_flash_pass PASS, int D, bool BF16, int M>
+template <ampc_flash_pass PASS, int D, amp_dtype C, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
                                                         unsigned char *scratch, int mine,
@@ -7310,44 +7458,45 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     if (left <= 0) return;
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = a.factor;
-    ampc_tile_write<D, BF16>(first, factor, scratch + mine * 2 * D, a.out[0].at(sweep.place, own), a.out[0].row, a.dim,
-                             left);
+    scratch += mine * 2 * ampc_halves(D, C);
+    ampc_tile_write<D, C>(first, factor, scratch, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
     if (KEYS)
-        ampc_tile_write<D, BF16>(second, factor, scratch + mine * 2 * D, a.out[1].at(sweep.place, own), a.out[1].row,
-                                 a.dim, left);
-    if (!a.hides || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+        ampc_tile_write<D, C>(second, factor, scratch, a.out[1].at(sweep.place, own), a.out[1].row, a.dim, left);
+    if ((C != AMP_F32 && !a.hides) || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
-        ampc_flash_recompute_row<PASS, D, BF16>(a, sweep, i, KEYS ? stats : stats + i);
+        ampc_flash_recompute_row<PASS, D, C>(a, sweep, i, KEYS ? stats : stats + i);
 }
 
 #endif /* AMPC_TENSOR_CORES */
 
-template <ampc_flash_pass PASS, int D, bool BF16>
-__global__ void __launch_bounds__(ampc_flash_shape_of(D, PASS).threads, ampc_flash_shape_of(D, PASS).blocks)
+template <ampc_flash_pass PASS, int D, amp_dtype C>
+__global__ void __launch_bounds__(ampc_flash_shape_of(D, PASS, ampc_in_words(C)).threads,
+                                  ampc_flash_shape_of(D, PASS, ampc_in_words(C)).blocks)
 ampc_flash_gradient_rows(ampc_flash_call a) {
 #if AMPC_TENSOR_CORES
     const bool KEYS = PASS == AMPC_TO_KEYS;
-    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, PASS);
+    constexpr bool words = ampc_in_words(C);
+    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, PASS, words);
     const int R = AMPC_FLASH_OWN, T = shape.tile, M = R / (shape.threads / 2), N = shape.columns / 8,
-              half = 2 * T * 2 * D;
-    const int other_half = ampc_flash_holds_all(D, PASS) ? -half : half;
+              H = ampc_halves(D, C), half = 2 * T * 2 * H;
+    const int other_half = ampc_flash_holds_all(D, PASS, words) ? -half : half;
     AMPC_DYNAMIC(shared);
-    ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS) - AMPC_SWEEP_BYTES);
+    ampc_sweep<KEYS> *sweep = (ampc_sweep<KEYS> *)(shared + ampc_flash_shared(D, PASS, words) - AMPC_SWEEP_BYTES);
     if (threadIdx.x % 32 == 0) sweep->open(a, T, (int)threadIdx.x / 32, (int)blockDim.x / 32);
     __syncthreads();
-    unsigned char *others = shared + 2 * R * 2 * D;
+    unsigned char *others = shared + 2 * R * 2 * H;
     /* the stats of the tiles' queries, or of the own queries */
     float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));
-    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
+    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys, dim = H / D * a.dim;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<D, T, shape.threads>(others + to * other_half, a.others, sweep->place, a.dim, from, columns);
+        ampc_flash_fetch<H, T, shape.threads>(others + to * other_half, a.others, sweep->place, dim, from, columns);
         if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * T, ampc_flash_stats(a, sweep->place) + from, T);
     };
-    ampc_flash_fetch<D, R, shape.threads>(shared, a.own, sweep->place, a.dim, sweep->own, rows);
+    ampc_flash_fetch<H, R, shape.threads>(shared, a.own, sweep->place, dim, sweep->own, rows);
     if (!KEYS) ampc_flash_fetch_stats(stats_scratch, ampc_flash_stats(a, sweep->place) + sweep->own, R);
     ampc_copy_commit();
     int at = sweep->next(sweep->first), turn = 0;
@@ -7355,8 +7504,8 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     ampc_copy_commit();
     ampc_copy_wait<1>();
     __syncthreads();                            /* the own rows have arrived */
-    const ampc_tile_rows<D, M, (shape.held > 0)> x(shared + ampc_warp_row<M>() * 2 * D);
-    const ampc_tile_rows<D, M, (shape.held > 1)> y(shared + (R + ampc_warp_row<M>()) * 2 * D);
+    const ampc_tile_rows<H, M, (shape.held > 0)> x(shared + ampc_warp_row<M>() * 2 * H);
+    const ampc_tile_rows<H, M, (shape.held > 1)> y(shared + (R + ampc_warp_row<M>()) * 2 * H);
     while (at < sweep->end) {
         int following = sweep->next(at + T);
         ampc_copy_wait<0>();
@@ -7367,32 +7516,32 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
         for (int c = 0; c < T; c += 8 * N) {
             int mine = ampc_warp_row<M>();
             int state = sweep->state(sweep->parts[mine / (16 * M)], sweep->own + mine, 16 * M, at + c, 8 * N);
-            const unsigned char *u = others + turn * other_half + c * 2 * D, *w = u + half / 2;
+            const unsigned char *u = others + turn * other_half + c * 2 * H, *w = u + half / 2;
             float s[M][N][4], ds[M][N][4];
             if (state == AMPC_HIDDEN) continue;
-            ampc_tile_scores<D, BF16>(s, x, u);
+            ampc_tile_scores<H, C>(s, x, u);
             __syncwarp();                       /* else the compiler loads for both products at once, and spills */
-            ampc_tile_scores<D, BF16>(ds, y, w);
+            ampc_tile_scores<H, C>(ds, y, w);
             ampc_flash_slopes<KEYS>(a, s, ds, stats_scratch + (KEYS ? turn * T + c : mine));
             if (state == AMPC_PARTLY) sweep->hide(sweep->own + mine, at + c, s, ds, 0.0f);
-            if (KEYS) ampc_tile_weigh<D, BF16>(second, s, w);
-            ampc_tile_weigh<D, BF16>(first, ds, u);
+            if (KEYS) ampc_tile_add<D, C>(second, s, w);
+            ampc_tile_add<D, C>(first, ds, u);
         }
         turn ^= 1;
         at = following;
     }
     ampc_copy_wait<0>();
     __syncthreads();
-    ampc_flash_put_gradient<PASS, D, BF16, M>(a, *sweep, shared, ampc_warp_row<M>(), first, second);
+    ampc_flash_put_gradient<PASS, D, C, M>(a, *sweep, shared, ampc_warp_row<M>(), first, second);
 #endif
 }
 
 /* ==== 9 >>operators: attention on Hopper ====
    The same passes for compute capability 9.0, after FlashAttention-3 (Shah et al. 2024).  A block has three warpgroups
    of 128 threads.  The first is the producer, of which one lane fetches tiles into shared memory with the tensor memory
-   accelerator (TMA).  The other two are consumers.  Each owns 64 rows of the block, and computes with wgmma, which reads
-   its operands from shared memory and runs beside the other instructions of the warp.  In forward, the scores of the
-   next tile are computed while the softmax of the current one runs.
+   accelerator (TMA).  The other two are consumers.  Each owns 64 rows of the block, and computes with wgmma, which
+   reads its operands from shared memory and runs beside the other instructions of the warp.  In forward, the scores of
+   the next tile are computed while v is multiplied by the weights of the current one.
 
    Tiles come in stages.  A stage has two mbarriers.  `full` completes when the tile has arrived, and `empty` when both
    consumers have released it.  Only the producer walks over the mask.  It writes into the stage which tile it fetches:
@@ -7439,7 +7588,7 @@ template <ampc_flash_pass PASS, int D> struct ampc_hopper_layout {
         own = AMPC_CONSUMERS * consumer,
         tile = N * 2 * D,
         stages = (PASS == AMPC_FORWARD ? 1 : 2) * own,  /* a stage has a tile of each of the other two operands */
-        stats = stages + AMPC_STAGES * 2 * tile,        /* lse and delta of the queries of a stage, or of the own ones */
+        stats = stages + AMPC_STAGES * 2 * tile,        /* lse and delta of a stage's queries, or of the own ones */
         stats_rows = PASS == AMPC_FORWARD ? 0 : PASS == AMPC_TO_KEYS ? AMPC_STAGES * N : (int)AMPC_FLASH_OWN,
         sweep = stats + stats_rows * (int)sizeof(float2),
         ring = sweep + AMPC_SWEEP_BYTES,
@@ -7571,8 +7720,8 @@ __device__ __forceinline__ void ampc_hopper_produce(const ampc_hopper_call &a, c
     }
 }
 
-/* ---- Products and masks of a consumer.  A consumer's 64 x N accumulators are, for each of its warps, 16 x N numbers in
-   the layout of ampc_tile_scores with M = 1. */
+/* ---- Products and masks of a consumer.  A consumer's 64 x N accumulators are, for each of its warps, 16 x N numbers
+   in the layout of ampc_tile_scores with M = 1. */
 
 /* Lets go of a stage.  The producer fetches into it when both consumers have called this. */
 __device__ __forceinline__ void ampc_hopper_release(uint64_t *gate) {
@@ -7585,41 +7734,43 @@ __device__ __forceinline__ uint64_t ampc_hopper_operand_at(const unsigned char *
 }
 
 /* Starts c = own tile^T, where own has 64 rows of D numbers, and the tile has N. */
-template <int D, bool BF16, int N>
+template <int D, amp_dtype C, int N>
 __device__ __forceinline__ void ampc_hopper_scores(float (&c)[1][N / 8][4], const unsigned char *own,
                                                    const unsigned char *tile) {
     ampc_group_fence();
     AMPC_UNROLL
     for (int k = 0; k < D / 16; k++) {
         const int part = k / 4, on = k % 4 * 32;
-        ampc_group_mma<N, BF16, false>(c[0], ampc_hopper_operand_at(own + part * AMPC_CONSUMER_ROWS * 128 + on, 16),
-                                       ampc_hopper_operand_at(tile + part * N * 128 + on, 16), k > 0);
+        ampc_group_mma<N, C == AMP_BF16, false>(
+            c[0], ampc_hopper_operand_at(own + part * AMPC_CONSUMER_ROWS * 128 + on, 16),
+            ampc_hopper_operand_at(tile + part * N * 128 + on, 16), k > 0);
     }
     ampc_group_commit();
 }
 
 /* Starts c += w tile, where w is 64 x N weights, and the tile has N rows of D numbers. */
-template <int D, bool BF16, int N>
+template <int D, amp_dtype C, int N>
 __device__ __forceinline__ void ampc_hopper_weigh(float (&c)[1][D / 8][4], const uint32_t (&w)[N / 16][4],
                                                   const unsigned char *tile) {
     ampc_group_fence();
     AMPC_UNROLL
     for (int k = 0; k < N / 16; k++)
-        ampc_group_mma<D, BF16, true>(c[0], w[k], ampc_hopper_operand_at(tile + k * 16 * 128, N * 128), true);
+        ampc_group_mma<D, C == AMP_BF16, true>(c[0], w[k], ampc_hopper_operand_at(tile + k * 16 * 128, N * 128), true);
     ampc_group_commit();
 }
 
 /* Rounds weights to 16 bits, as left operands of products. */
-template <bool BF16, int N>
+template <amp_dtype C, int N>
 __device__ __forceinline__ void ampc_hopper_pack(uint32_t (&w)[N / 16][4], const float (&c)[1][N / 8][4]) {
     AMPC_UNROLL
     for (int i = 0; i < N / 4; i++)
-        w[i / 4][i % 4] = ampc_pair(c[0][i / 2][i % 2 * 2], c[0][i / 2][i % 2 * 2 + 1], BF16 ? AMP_BF16 : AMP_F16);
+        w[i / 4][i % 4] = ampc_pair(c[0][i / 2][i % 2 * 2], c[0][i / 2][i % 2 * 2 + 1], C);
 }
 
 /* Sets the bits of the columns [from, to) of a tile for row lane / 4 + 8 r.  Element i of the lane's N / 2 is bit
    i % 32 of word i / 32, so that of column 8 n + 2 (lane % 4) + e is bit 4 (n % 8) + 2 r + e of word n / 8. */
-template <int N> __device__ __forceinline__ void ampc_hopper_interval(uint32_t (&seen)[N / 64], int r, int from, int to) {
+template <int N>
+__device__ __forceinline__ void ampc_hopper_interval(uint32_t (&seen)[N / 64], int r, int from, int to) {
     const int column = (int)ampc_afresh(threadIdx.x) % 4 * 2;
     AMPC_UNROLL
     for (int e = 0; e < 2; e++) {
@@ -7632,7 +7783,8 @@ template <int N> __device__ __forceinline__ void ampc_hopper_interval(uint32_t (
     }
 }
 
-/* Sets the bits of the lane's elements that are visible in the tile from `other` on.  `mine` is the warp's first row. */
+/* Sets the bits of the lane's elements that are visible in the tile from `other` on.  `mine` is the warp's first
+   row. */
 template <bool KEYS, int N>
 __device__ __forceinline__ void ampc_hopper_seen(const ampc_sweep<KEYS> &sweep, int mine, int other,
                                                  uint32_t (&seen)[N / 64]) {
@@ -7680,7 +7832,7 @@ template <bool KEYS, int N> struct ampc_hopper_view {
 /* ---- Forward.  Of a consumer's tiles, the first is apart, because no weights are there yet.  In the loop, the scores
    of the next tile and the product of v with the weights of the one before run at the same time. */
 
-template <int D, bool BF16>
+template <int D, amp_dtype C>
 __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
     ampc_flash_hopper_rows(const __grid_constant__ ampc_hopper_call a) {
 #if AMPC_WARPGROUPS
@@ -7707,12 +7859,12 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
     int j = ring->tile[0];
     if (j >= 0) {
         view.look(*sweep, consumer, sweep->own + row, j);
-        ampc_hopper_scores<D, BF16, N>(c, s.own(0, consumer), s.tile(0, 0));
+        ampc_hopper_scores<D, C, N>(c, s.own(0, consumer), s.tile(0, 0));
         ampc_group_wait<0>();
         ampc_hopper_release(&ring->empty[0][0]);
         if (view.hides) ampc_hopper_hide<N>(c, view.seen, lowest);
         (void)ampc_flash_online_weights<D>(c, a.flash.scale, most, sum, factor);
-        ampc_hopper_pack<BF16, N>(w, c);
+        ampc_hopper_pack<C, N>(w, c);
         for (;;) {
             before = at;
             at.advance();
@@ -7721,8 +7873,8 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
             if (j < 0) break;
             view.look(*sweep, consumer, sweep->own + row, j);
             ampc_gate_wait(&ring->full[1][before.stage], before.parity);
-            ampc_hopper_scores<D, BF16, N>(c, s.own(0, consumer), s.tile(0, at.stage));
-            ampc_hopper_weigh<D, BF16, N>(o, w, s.tile(1, before.stage));
+            ampc_hopper_scores<D, C, N>(c, s.own(0, consumer), s.tile(0, at.stage));
+            ampc_hopper_weigh<D, C, N>(o, w, s.tile(1, before.stage));
             ampc_group_wait<1>();
             ampc_hopper_release(&ring->empty[0][at.stage]);
             if (view.hides) ampc_hopper_hide<N>(c, view.seen, lowest);
@@ -7730,20 +7882,20 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
             ampc_group_wait<0>();
             ampc_hopper_release(&ring->empty[1][before.stage]);
             if (grown) ampc_flash_shrink<D>(o, factor);
-            ampc_hopper_pack<BF16, N>(w, c);
+            ampc_hopper_pack<C, N>(w, c);
         }
         ampc_gate_wait(&ring->full[1][before.stage], before.parity);
-        ampc_hopper_weigh<D, BF16, N>(o, w, s.tile(1, before.stage));
+        ampc_hopper_weigh<D, C, N>(o, w, s.tile(1, before.stage));
         ampc_group_wait<0>();
     }
     ampc_meet(group, AMPC_WARPGROUP);           /* no warp of the consumer reads its own rows any more */
-    ampc_flash_put<D, BF16, 1>(a.flash, *sweep, s.base, row, o, most, sum);
+    ampc_flash_put<D, C, 1>(a.flash, *sweep, s.base, row, o, most, sum);
 #endif
 }
 
 /* ---- Backward */
 
-template <ampc_flash_pass PASS, int D, bool BF16>
+template <ampc_flash_pass PASS, int D, amp_dtype C>
 __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
     ampc_flash_hopper_gradient_rows(const __grid_constant__ ampc_hopper_call a) {
 #if AMPC_WARPGROUPS
@@ -7772,8 +7924,8 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
         ampc_hopper_view<KEYS, N> view;
         uint32_t w[N / 16][4];
         view.look(*sweep, consumer, sweep->own + row, j);
-        ampc_hopper_scores<D, BF16, N>(p, s.own(0, consumer), u);
-        ampc_hopper_scores<D, BF16, N>(ds, s.own(1, consumer), v);
+        ampc_hopper_scores<D, C, N>(p, s.own(0, consumer), u);
+        ampc_hopper_scores<D, C, N>(ds, s.own(1, consumer), v);
         ampc_group_wait<0>();
         ampc_flash_slopes<KEYS>(a.flash, p, ds, s.stats(KEYS ? at.stage * N : row));
         if (view.hides) {
@@ -7781,17 +7933,17 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
             ampc_hopper_hide<N>(ds, view.seen, 0.0f);
         }
         if constexpr (KEYS) {
-            ampc_hopper_pack<BF16, N>(w, p);
-            ampc_hopper_weigh<D, BF16, N>(second, w, v);
+            ampc_hopper_pack<C, N>(w, p);
+            ampc_hopper_weigh<D, C, N>(second, w, v);
         }
         uint32_t slopes[N / 16][4];
-        ampc_hopper_pack<BF16, N>(slopes, ds);
-        ampc_hopper_weigh<D, BF16, N>(first, slopes, u);
+        ampc_hopper_pack<C, N>(slopes, ds);
+        ampc_hopper_weigh<D, C, N>(first, slopes, u);
         ampc_group_wait<0>();
         ampc_hopper_release(&ring->empty[0][at.stage]);
     }
     ampc_meet(group, AMPC_WARPGROUP);           /* no warp of the consumer reads its own rows any more */
-    ampc_flash_put_gradient<PASS, D, BF16, 1>(a.flash, *sweep, s.base, row, first, second);
+    ampc_flash_put_gradient<PASS, D, C, 1>(a.flash, *sweep, s.base, row, first, second);
 #endif
 }
 
@@ -7799,29 +7951,33 @@ __global__ void __launch_bounds__(AMPC_HOPPER_THREADS, 1)
    A call of attention on tensor cores goes to the kernels for Hopper if they take it, and otherwise to those for every
    GPU from capability 8.0 on. */
 
-ampc_flash_operand ampc_flash_operand_of(const void *data, const int64_t (&stride)[3]) {
-    return ampc_flash_operand{(char *)const_cast<void *>(data), 2 * stride[0], 2 * stride[1], 2 * stride[2]};
+/* `size` is that of a number. */
+ampc_flash_operand ampc_flash_operand_of(const void *data, const int64_t (&stride)[3], int64_t size) {
+    return ampc_flash_operand{(char *)const_cast<void *>(data), size * stride[0], size * stride[1], size * stride[2]};
 }
 
-bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3]) {
-    return ampc_aligned(data, 2 * (stride[0] | stride[1] | stride[2]));
+bool ampc_flash_aligned(const void *data, const int64_t (&stride)[3], int64_t size) {
+    return ampc_aligned(data, size * (stride[0] | stride[1] | stride[2]));
 }
 
 /* Whether the kernels can take the rows of the call as they are, in pieces of 16 bytes. */
 bool ampc_flash_fits(const amp_k_attention &a) {
-    return a.dim % 8 == 0 && ampc_flash_aligned(a.q, a.q_stride) && ampc_flash_aligned(a.k, a.k_stride) &&
-           ampc_flash_aligned(a.v, a.v_stride) && ampc_flash_aligned(a.o, a.o_stride) &&
-           ampc_flash_aligned(a.d_o, a.do_stride) && ampc_flash_aligned(a.dq, a.dq_stride) &&
-           ampc_flash_aligned(a.dk, a.dk_stride) && ampc_flash_aligned(a.dv, a.dv_stride);
+    const int64_t size = ampc_dtype_size(a.dtype);
+    auto fits = [=](const void *data, const int64_t (&stride)[3]) { return ampc_flash_aligned(data, stride, size); };
+    return a.dim * size % 16 == 0 && fits(a.q, a.q_stride) && fits(a.k, a.k_stride) && fits(a.v, a.v_stride) &&
+           fits(a.o, a.o_stride) && fits(a.d_o, a.do_stride) && fits(a.dq, a.dq_stride) && fits(a.dk, a.dk_stride) &&
+           fits(a.dv, a.dv_stride);
 }
 
-/* Whether the tensor cores can do this attention.  For fewer than 16 queries a copy of all keys and values costs more
-   than they save. */
+/* Whether the tensor cores can do this attention.  Rows that do not fit are copied only if they have 16 bits.  For
+   fewer than 16 queries a copy of all keys and values costs more than they save. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
-    if (!dev->has.tensor_cores || (a.dtype != AMP_F16 && a.dtype != AMP_BF16) || a.compute != a.dtype) return false;
+    const bool words = ampc_in_words(a.compute);
+    if (!dev->has.tensor_cores || a.dtype != (words ? AMP_F32 : a.compute)) return false;
+    if (!words && a.compute != AMP_F16 && a.compute != AMP_BF16) return false;
     if (a.dim < 1 || a.dim > 128) return false;
-    if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS)) return false;
-    if (a.queries < 16 && !ampc_flash_fits(a)) return false;
+    if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS, words)) return false;
+    if ((a.queries < 16 || words) && !ampc_flash_fits(a)) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
         a.keys > AMPC_FLASH_LONGEST)
@@ -7830,20 +7986,22 @@ bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
 }
 
 ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pass, const ampc_flash_bits &bits) {
-    const int64_t cache = 32 << 20, rows = pass == AMPC_TO_KEYS ? a.queries : a.keys;
+    const int64_t cache = 32 << 20, rows = pass == AMPC_TO_KEYS ? a.queries : a.keys, size = ampc_dtype_size(a.dtype);
+    auto operand = [=](const void *data, const int64_t (&stride)[3]) {
+        return ampc_flash_operand_of(data, stride, size);
+    };
     ampc_flash_call c = {};
-    ampc_flash_operand q = ampc_flash_operand_of(a.q, a.q_stride), d_o = ampc_flash_operand_of(a.d_o, a.do_stride);
-    ampc_flash_operand k = ampc_flash_operand_of(a.k, a.k_stride), v = ampc_flash_operand_of(a.v, a.v_stride);
+    ampc_flash_operand q = operand(a.q, a.q_stride), d_o = operand(a.d_o, a.do_stride);
+    ampc_flash_operand k = operand(a.k, a.k_stride), v = operand(a.v, a.v_stride);
     c.heads = a.heads;
     c.all_heads = a.batch * a.heads;
     c.queries = (int)a.queries;
     c.keys = (int)a.keys;
     c.dim = (int)a.dim;
-    c.together = (int)(cache / (rows * a.dim * 4) + 1);
+    c.together = (int)(cache / (rows * a.dim * 2 * size) + 1);
     c.tiles = (int)ampc_blocks(pass == AMPC_TO_KEYS ? a.keys : a.queries, AMPC_FLASH_OWN);
     c.scale = a.scale * AMPC_LOG2_E;
     c.factor = a.scale;
-    c.bf16 = a.dtype == AMP_BF16;
     c.mask = a.mask;
     c.bits = bits;
     c.hides = a.mask.kind != AMP_MASK_NONE || a.mask.lengths != NULL || a.mask.documents != NULL;
@@ -7851,10 +8009,10 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
     c.own[1] = pass == AMPC_TO_KEYS ? v : d_o;
     c.others[0] = pass == AMPC_TO_KEYS ? q : k;
     c.others[1] = pass == AMPC_TO_KEYS ? d_o : v;
-    c.out[0] = pass == AMPC_FORWARD      ? ampc_flash_operand_of(a.o, a.o_stride)
-               : pass == AMPC_TO_QUERIES ? ampc_flash_operand_of(a.dq, a.dq_stride)
-                                         : ampc_flash_operand_of(a.dk, a.dk_stride);
-    c.out[1] = ampc_flash_operand_of(a.dv, a.dv_stride);
+    c.out[0] = pass == AMPC_FORWARD      ? operand(a.o, a.o_stride)
+               : pass == AMPC_TO_QUERIES ? operand(a.dq, a.dq_stride)
+                                         : operand(a.dk, a.dk_stride);
+    c.out[1] = operand(a.dv, a.dv_stride);
     c.lse = a.lse;
     c.padded = ampc_blocks(a.queries, 128) * 128;
     return c;
@@ -7865,8 +8023,8 @@ ampc_flash_call ampc_flash_prepare(const amp_k_attention &a, ampc_flash_pass pas
 /* Describes an operand of [batch, positions, heads, dim], of which TMA fetches `rows` rows and 64 columns at a time.  A
    dimension along which nothing changes has size 1.  Its stride is not used, but must be a multiple of 16.  Returns
    whether the driver takes it. */
-bool ampc_hopper_encode(const ampc_device *dev, const ampc_flash_call &c, const ampc_flash_operand &x, int positions,
-                        int rows, ampc_hopper_operand *out) {
+bool ampc_hopper_encode(const ampc_device *dev, const ampc_flash_call &c, amp_dtype dtype, const ampc_flash_operand &x,
+                        int positions, int rows, ampc_hopper_operand *out) {
     const int64_t any = ampc_blocks(x.row * positions, 16) * 16, batch = c.all_heads / c.heads;
     out->head_step = x.head != 0 && c.heads > 1;
     out->batch_step = x.batch != 0 && batch > 1;
@@ -7875,8 +8033,8 @@ bool ampc_hopper_encode(const ampc_device *dev, const ampc_flash_call &c, const 
     const uint64_t strides[] = {(uint64_t)x.row, (uint64_t)(out->head_step ? x.head : any),
                                 (uint64_t)(out->batch_step ? x.batch : any)};
     const unsigned box[] = {64, (unsigned)rows, 1, 1}, steps[] = {1, 1, 1, 1};
-    return dev->encode_tiled(&out->map, c.bf16 ? AMPC_MAP_BF16 : AMPC_MAP_F16, 4, x.data, sizes, strides, box, steps,
-                             AMPC_MAP_PLAIN, AMPC_MAP_SWIZZLE_128, AMPC_MAP_L2_128, AMPC_MAP_ZEROS) == 0;
+    return dev->encode_tiled(&out->map, dtype == AMP_BF16 ? AMPC_MAP_BF16 : AMPC_MAP_F16, 4, x.data, sizes, strides,
+                             box, steps, AMPC_MAP_PLAIN, AMPC_MAP_SWIZZLE_128, AMPC_MAP_L2_128, AMPC_MAP_ZEROS) == 0;
 }
 
 /* Logs that a call with warpgroups runs without them.  Only the first such call of a context is logged. */
@@ -7888,28 +8046,41 @@ void ampc_hopper_declined(ampc_device *dev) {
 }
 
 /* Whether warpgroups do this pass.  If so, fills in the launch. */
-bool ampc_hopper_takes(ampc_device *dev, const ampc_flash_call &c, ampc_flash_pass pass, ampc_hopper_call *out) {
+bool ampc_hopper_takes(ampc_device *dev, const ampc_flash_call &c, ampc_flash_pass pass, amp_dtype compute,
+                       ampc_hopper_call *out) {
     const bool keys = pass == AMPC_TO_KEYS;
     const int own = keys ? c.keys : c.queries, others = keys ? c.queries : c.keys,
               tile = ampc_hopper_tile(ampc_flash_width(c.dim), pass);
     bool taken = true;
-    if (!dev->has.warpgroups || c.queries < AMPC_HOPPER_FROM || c.keys < AMPC_HOPPER_FROM) return false;
+    if (!dev->has.warpgroups || ampc_in_words(compute)) return false;
+    if (c.queries < AMPC_HOPPER_FROM || c.keys < AMPC_HOPPER_FROM) return false;
     memset((void *)out, 0, sizeof *out);
     out->flash = c;
     for (int i = 0; i < 2; i++) {
         if (i == 0 || pass != AMPC_FORWARD)
-            taken = taken && ampc_hopper_encode(dev, c, c.own[i], own, AMPC_CONSUMER_ROWS, &out->own[i]);
-        taken = taken && ampc_hopper_encode(dev, c, c.others[i], others, tile, &out->others[i]);
+            taken = taken && ampc_hopper_encode(dev, c, compute, c.own[i], own, AMPC_CONSUMER_ROWS, &out->own[i]);
+        taken = taken && ampc_hopper_encode(dev, c, compute, c.others[i], others, tile, &out->others[i]);
     }
     if (!taken) ampc_hopper_declined(dev);
     return taken;
 }
 
-template <int D, bool BF16> struct ampc_flash_kind { enum { d = D, bf16 = BF16 }; };
+template <int D, amp_dtype C> struct ampc_flash_kind {
+    static constexpr int d = D;
+    static constexpr amp_dtype compute = C;
+    static constexpr bool words = ampc_in_words(C);
+};
+template <int D, class F> amp_result ampc_flash_pick_dtype(amp_dtype compute, F run) {
+    switch (compute) {
+        case AMP_F32: return run(ampc_flash_kind<D, AMP_F32>());
+        case AMP_TF32: return run(ampc_flash_kind<D, AMP_TF32>());
+        case AMP_BF16: return run(ampc_flash_kind<D, AMP_BF16>());
+        default: return run(ampc_flash_kind<D, AMP_F16>());
+    }
+}
 template <class F> amp_result ampc_flash_pick(const amp_k_attention &a, F run) {
-    if (ampc_flash_width(a.dim) == 64)
-        return a.dtype == AMP_BF16 ? run(ampc_flash_kind<64, true>()) : run(ampc_flash_kind<64, false>());
-    return a.dtype == AMP_BF16 ? run(ampc_flash_kind<128, true>()) : run(ampc_flash_kind<128, false>());
+    return ampc_flash_width(a.dim) == 64 ? ampc_flash_pick_dtype<64>(a.compute, run)
+                                         : ampc_flash_pick_dtype<128>(a.compute, run);
 }
 
 /* Packs those of the mask's heads that differ, in order. */
@@ -8041,30 +8212,35 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &given, vo
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_FORWARD, bits);
     const unsigned blocks = (unsigned)(call.all_heads * call.tiles);
     ampc_hopper_call hopper;
-    const bool warpgroups = ampc_hopper_takes(dev, call, AMPC_FORWARD, &hopper);
+    const bool warpgroups = ampc_hopper_takes(dev, call, AMPC_FORWARD, a.compute, &hopper);
     return heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
-        if (warpgroups)
-            return ampc_launch(dev, "amp_attention", ampc_flash_hopper_rows<K::d, K::bf16>, blocks, AMPC_HOPPER_THREADS,
-                               ampc_hopper_layout<AMPC_FORWARD, K::d>::all, stream, hopper);
-        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::bf16>, blocks,
-                           (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD).threads,
-                           ampc_flash_shared(K::d, AMPC_FORWARD), stream, call);
+        if constexpr (!K::words) {
+            if (warpgroups)
+                return ampc_launch(dev, "amp_attention", ampc_flash_hopper_rows<K::d, K::compute>, blocks,
+                                   AMPC_HOPPER_THREADS, ampc_hopper_layout<AMPC_FORWARD, K::d>::all, stream, hopper);
+        }
+        return ampc_launch(dev, "amp_attention", ampc_flash_rows<K::d, K::compute>, blocks,
+                           (unsigned)ampc_flash_shape_of(K::d, AMPC_FORWARD, K::words).threads,
+                           ampc_flash_shared(K::d, AMPC_FORWARD, K::words), stream, call);
     }));
 }
 
-template <ampc_flash_pass PASS, int D, bool BF16>
+template <ampc_flash_pass PASS, int D, amp_dtype C>
 amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const ampc_flash_bits &bits,
                                const float2 *stats) {
     ampc_flash_call call = ampc_flash_prepare(a, PASS, bits);
     const unsigned blocks = (unsigned)(call.all_heads * call.tiles);
     ampc_hopper_call hopper;
     call.stats = stats;
-    if (ampc_hopper_takes(dev, call, PASS, &hopper))
-        return ampc_launch(dev, "amp_attention_backward", ampc_flash_hopper_gradient_rows<PASS, D, BF16>, blocks,
-                           AMPC_HOPPER_THREADS, ampc_hopper_layout<PASS, D>::all, stream, hopper);
-    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, BF16>, blocks,
-                       (unsigned)ampc_flash_shape_of(D, PASS).threads, ampc_flash_shared(D, PASS), stream, call);
+    if constexpr (!ampc_in_words(C)) {
+        if (ampc_hopper_takes(dev, call, PASS, C, &hopper))
+            return ampc_launch(dev, "amp_attention_backward", ampc_flash_hopper_gradient_rows<PASS, D, C>, blocks,
+                               AMPC_HOPPER_THREADS, ampc_hopper_layout<PASS, D>::all, stream, hopper);
+    }
+    return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, C>, blocks,
+                       (unsigned)ampc_flash_shape_of(D, PASS, ampc_in_words(C)).threads,
+                       ampc_flash_shared(D, PASS, ampc_in_words(C)), stream, call);
 }
 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, void *stream) {
@@ -8081,9 +8257,10 @@ amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, v
     return heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         float2 *stats = (float2 *)scratch.data;
-        AMPC_TRY((ampc_attention_stats<8, K::d / 8>(dev, a, call.padded, stats, stream)));
-        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::bf16>(dev, a, stream, bits, stats)));
-        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::bf16>(dev, a, stream, bits, stats);
+        constexpr int v = K::words ? 4 : 8;
+        AMPC_TRY((ampc_attention_stats<v, K::d / v>(dev, a, call.padded, stats, stream)));
+        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::compute>(dev, a, stream, bits, stats)));
+        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::compute>(dev, a, stream, bits, stats);
     }));
 }
 
@@ -9781,6 +9958,17 @@ amp_result ampc_inspect(void *device, const amp_k_inspect *a, void *stream) {
 /* ==== 6 >>backends: large shared memory ====
    When a context is opened, every kernel that may need more shared memory than CUDA's default is allowed to use it. */
 
+template <int D, amp_dtype C> amp_result ampc_allow_hopper_heads(ampc_device *dev) {
+    return ampc_allow_shared(dev, ampc_flash_hopper_rows<D, C>, ampc_flash_hopper_gradient_rows<AMPC_TO_KEYS, D, C>,
+                             ampc_flash_hopper_gradient_rows<AMPC_TO_QUERIES, D, C>);
+}
+amp_result ampc_allow_hopper(ampc_device *dev) {
+    AMPC_TRY((ampc_allow_hopper_heads<64, AMP_F16>(dev)));
+    AMPC_TRY((ampc_allow_hopper_heads<64, AMP_BF16>(dev)));
+    AMPC_TRY((ampc_allow_hopper_heads<128, AMP_F16>(dev)));
+    return ampc_allow_hopper_heads<128, AMP_BF16>(dev);
+}
+
 amp_result ampc_allow_large(ampc_device *dev) {
     amp_k_attention a = {};
     for (int shape : {808, 816, 824, 832, 408, 416, 432, 108}) {
@@ -9795,25 +9983,17 @@ amp_result ampc_allow_large(ampc_device *dev) {
     }
     AMPC_TRY(ampc_allow_shared(dev, ampc_cross_entropy_rows<8, true>, ampc_cross_entropy_rows<4, true>,
                                ampc_cross_entropy_rows<1, true>));
-    for (int way = 0; way < 4 && dev->has.tensor_cores; way++) {
-        a.dim = way & 1 ? 128 : 64, a.dtype = way & 2 ? AMP_BF16 : AMP_F16;
+    for (int way = 0; way < 8 && dev->has.tensor_cores; way++) {
+        const amp_dtype dtypes[] = {AMP_F16, AMP_BF16, AMP_TF32, AMP_F32};
+        a.dim = way & 1 ? 128 : 64, a.compute = dtypes[way / 2];
         AMPC_TRY(ampc_flash_pick(a, [&](auto kind) {
             typedef decltype(kind) K;
-            return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::bf16>,
-                                     ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
-                                     ampc_flash_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
+            return ampc_allow_shared(dev, ampc_flash_rows<K::d, K::compute>,
+                                     ampc_flash_gradient_rows<AMPC_TO_KEYS, K::d, K::compute>,
+                                     ampc_flash_gradient_rows<AMPC_TO_QUERIES, K::d, K::compute>);
         }));
     }
-    for (int way = 0; way < 4 && dev->has.warpgroups; way++) {
-        a.dim = way & 1 ? 128 : 64, a.dtype = way & 2 ? AMP_BF16 : AMP_F16;
-        AMPC_TRY(ampc_flash_pick(a, [&](auto kind) {
-            typedef decltype(kind) K;
-            return ampc_allow_shared(dev, ampc_flash_hopper_rows<K::d, K::bf16>,
-                                     ampc_flash_hopper_gradient_rows<AMPC_TO_KEYS, K::d, K::bf16>,
-                                     ampc_flash_hopper_gradient_rows<AMPC_TO_QUERIES, K::d, K::bf16>);
-        }));
-    }
-    return AMP_OK;
+    return dev->has.warpgroups ? ampc_allow_hopper(dev) : AMP_OK;
 }
 
 /* ==== 6 >>backends: the table ==== */

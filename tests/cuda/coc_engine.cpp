@@ -616,6 +616,28 @@ void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16)
     }
 }
 
+/* The lower 13 bits of an operand do not count.  Products of two TF32 numbers are exact in fp32. */
+void coc_mma_m16n8k8_tf32(float *c, const uint32_t *a, const uint32_t *b) {
+    struct { float a[4], b[2]; } mine;
+    if (coc_image() < 80)
+        coc_trap(cudaErrorIllegalInstruction, "mma.m16n8k8 in code that was compiled for sm_%d, which has none", coc_image());
+    for (int i = 0; i < 6; i++) {
+        uint32_t bits = (i < 4 ? a[i] : b[i - 4]) & 0xffffe000u;
+        memcpy(i < 4 ? &mine.a[i] : &mine.b[i - 4], &bits, 4);
+    }
+    const coc_slots *s = coc_exchange(~0u, &mine, sizeof mine, "mma.m16n8k8");
+    if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k8 without all lanes of the warp");
+    unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
+    here->work.mmas += coc_current->lane == 0;
+    for (unsigned k = 0; k < 8; k++) {
+        unsigned of = k % 4, upper = k / 4;             /* of which lane among four, which register */
+        decltype(mine) left, right[2];
+        memcpy(&left, s->slot[4 * g + of], sizeof left);
+        for (unsigned n = 0; n < 2; n++) memcpy(&right[n], s->slot[4 * (2 * t + n) + of], sizeof left);
+        for (unsigned i = 0; i < 4; i++) c[i] += left.a[2 * upper + i / 2] * right[i % 2].b[upper];
+    }
+}
+
 void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed) {
     if ((uintptr_t)row & 15) coc_trap(cudaErrorMisalignedAddress, "ldmatrix of a row at %p", row);
     const coc_slots *s = coc_exchange(~0u, &row, sizeof row, transposed ? "ldmatrix.x4.trans" : "ldmatrix.x4");

@@ -2,6 +2,7 @@
  * element -> (lane, register, half) or byte.  It tests the models (t_harness.cpp) and the hardware (tests/gpu/t_models.cu).  Both define these
  * functions before they include it:
  *     void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16);
+ *     void fragment_mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]);
  *     void fragment_load(uint32_t (&r)[4], const void *row, bool transposed);
  *     void fragment_copy(void *shared, const void *from, bool there);         16 bytes, or zeros; and waits
  * and for compute capability 9.0:
@@ -129,6 +130,64 @@ static inline double fragment_error(bool bf16) {
         }
     }
     return worst;
+}
+
+/* ---- Products in TF32, whose fragments have one number in a word. */
+
+static inline fragment_place fragment_word_a(unsigned row, unsigned k) { return {row % 8 * 4 + k % 4, k / 4 * 2 + row / 8, 0}; }
+static inline fragment_place fragment_word_b(unsigned k, unsigned n) { return {n * 4 + k % 4, k / 4, 0}; }
+
+__global__ static void fragment_word_kernel(uint32_t *words, int) {
+    unsigned lane = threadIdx.x;
+    uint32_t a[4], b[2];
+    float c[4];
+    for (unsigned i = 0; i < 4; i++) a[i] = words[4 * lane + i], c[i] = ampi_f32_of_bits(words[192 + 4 * lane + i]);
+    for (unsigned i = 0; i < 2; i++) b[i] = words[128 + 2 * lane + i];
+    fragment_mma_tf32(c, a, b);
+    for (unsigned i = 0; i < 4; i++) words[192 + 4 * lane + i] = ampi_bits_f32(c[i]);
+}
+
+/* The largest error over the sum of magnitudes.  With `exact`, operands are small numbers whose sums are exact, one at each
+   place, so that the error is 0 only if every number was at its place.  HUGE_VAL if the kernel failed. */
+static inline double fragment_word_error(bool exact, uint64_t seed) {
+    std::vector<uint32_t> words(320), before;
+    double worst = 0;
+    auto at = [](unsigned from, unsigned registers, fragment_place p) { return from + registers * p.lane + p.at; };
+    for (size_t i = 0; i < 320; i++) {
+        float x = exact ? (float)((int)(i * 7 % 61) - 30) / 8 : amp_random_uniform(seed, i) - 0.5f;
+        words[i] = ampi_bits_f32(i < 192 ? amp_tf32_from_f32(x, 0) : x);
+    }
+    before = words;
+    if (!fragment_run(fragment_word_kernel, &words, 0)) return HUGE_VAL;
+    for (unsigned i = 0; i < 128; i++) {
+        size_t place = at(192, 4, fragment_c(i / 8, i % 8));
+        double sum = ampi_f32_of_bits(before[place]), size = fabs(sum);
+        for (unsigned k = 0; k < 8; k++) {
+            double x = ampi_f32_of_bits(before[at(0, 4, fragment_word_a(i / 8, k))]);
+            double y = ampi_f32_of_bits(before[at(128, 2, fragment_word_b(k, i % 8))]);
+            sum += x * y, size += fabs(x * y);
+        }
+        worst = fmax(worst, fabs(ampi_f32_of_bits(words[place]) - sum) / size);
+    }
+    return worst;
+}
+
+/* Every TF32 number with any lower bits, which do not count: times 1, it must be itself. */
+__global__ static void fragment_word_number_kernel(uint32_t *wrong, int) {
+    uint32_t lane = threadIdx.x, mine = (blockIdx.x * 8 + lane / 4) << 13, a[4] = {0, 0, 0, 0}, b[2] = {0, 0};
+    float c[4] = {0, 0, 0, 0}, x = ampi_f32_of_bits(mine);
+    if (lane % 4 == 0) a[0] = (mine & 0x7f800000u) == 0x7f800000u ? mine : mine | (mine >> 13) * 2654435761u >> 19;
+    if (lane % 4 == 0) b[0] = 0x3f800000u | 0x1fffu;        /* row g of a has one number at k = 0, b has 1 there */
+    fragment_mma_tf32(c, a, b);
+    for (unsigned i = 0; i < 4; i++) {
+        float right = i < 2 ? x : 0.0f;
+        if (!(c[i] == right || (c[i] != c[i] && right != right))) atomicAdd(wrong, 1u);
+    }
+}
+static inline std::string fragment_word_numbers() {
+    std::vector<uint32_t> wrong(1);
+    if (!fragment_run(fragment_word_number_kernel, &wrong, 0, 1u << 16)) return "the kernel failed";
+    return wrong[0] == 0 ? "" : std::to_string(wrong[0] / 2) + " numbers become others";
 }
 
 /* ---- ldmatrix and cp.async: the values that each lane gets. */

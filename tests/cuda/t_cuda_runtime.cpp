@@ -1679,7 +1679,8 @@ TEST(captures_left_open) {
 
 /* Kernels are chosen by what the build was compiled for too, and what is too old or too new is refused by name. */
 TEST(images) {
-    static const struct { int cc, image; amp_result result; int logs; const char *text; int wgmma, driver; } cases[] = {
+    struct image_case { int cc, image; amp_result result; int logs; const char *text; int wgmma = 0, driver = 13000; };
+    static const image_case cases[] = {
         {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL, 1}, {90, 90, AMP_OK, 1, "compile amp_cuda.cu with -arch=sm_90a", 1},
         {90, 90 + COC_LETTER_A, AMP_OK, 1, "the driver is older than CUDA 12", 1, 11080}, {80, 80, AMP_OK, 0, NULL, 1},
         {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL}, {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
@@ -1692,7 +1693,7 @@ TEST(images) {
     };
     for (const auto &c : cases) {
         coc_set_devices(1, (size_t)1 << 28, 4, c.cc, c.image);
-        coc_set_driver(c.driver ? c.driver : 13000);
+        coc_set_driver(c.driver);
         void *dev = NULL;
         const amp_host host = {NULL, host_fail, host_log, host_alloc, host_free, NULL};
         amp_backend_desc desc = {};

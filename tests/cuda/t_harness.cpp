@@ -6,6 +6,7 @@
 static inline void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], bool bf16) {
     coc_mma_m16n8k16(c, a, b, bf16);
 }
+static inline void fragment_mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { coc_mma_m16n8k8_tf32(c, a, b); }
 static inline void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) { coc_ldmatrix_x4(r, row, transposed); }
 static inline void fragment_copy(void *shared, const void *from, bool there) {
     coc_copy_async(shared, from, 16, there ? 16 : 0);
@@ -538,6 +539,18 @@ HARNESS_TEST(tensor_core_fragments) {
     }
     for (bool transposed : {false, true}) CHECK_MSG(fragment_loads(transposed).empty(), "%s", fragment_loads(transposed).c_str());
     CHECK_MSG(fragment_copies().empty(), "%s", fragment_copies().c_str());
+}
+HARNESS_TEST(tensor_core_fragments_of_words) {
+    CHECK(fragment_word_error(true, 0) == 0);
+    for (uint64_t seed = 0; seed < 64; seed++) CHECK(fragment_word_error(false, seed) <= 8.0 / (1 << 24));
+    CHECK_MSG(fragment_word_numbers().empty(), "%s", fragment_word_numbers().c_str());
+}
+HARNESS_TEST(words_need_tensor_cores_of_8_0) {
+    coc_set_devices(1, (size_t)1 << 28, 4, 90, 75);
+    CHECK(fragment_word_error(true, 0) == HUGE_VAL);
+    CHECK(took_fault("mma.m16n8k8 in code that was compiled for sm_75"));
+    cudaDeviceReset();
+    coc_set_devices(2);
 }
 __global__ void k_ldmatrix_unaligned(uint32_t *out) {
     coc_ldmatrix_x4(out + 4 * threadIdx.x, coc_dynamic_shared() + 16 * threadIdx.x + 8, false);
@@ -2056,7 +2069,7 @@ int main(int argc, char **argv) {
     RUN(shared_memory_is_poisoned);
     RUN(shared_memory_overrun);
     RUN(async_copies_land_late);
-    RUN(tensor_core_fragments);
+    RUN(tensor_core_fragments); RUN(tensor_core_fragments_of_words); RUN(words_need_tensor_cores_of_8_0);
     RUN(unaligned_matrices);
     RUN(missing_copy_wait_shows);
     RUN(warpgroup_fragments);

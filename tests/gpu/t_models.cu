@@ -23,6 +23,7 @@ static __device__ void fragment_mma(float (&c)[4], const uint32_t (&a)[4], const
     if (bf16) ampc_mma<true>(c, a, b);
     else ampc_mma<false>(c, a, b);
 }
+static __device__ void fragment_mma_tf32(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) { ampc_mma_tf32(c, a, b); }
 static __device__ void fragment_load(uint32_t (&r)[4], const void *row, bool transposed) {
     if (transposed) ampc_matrix_load_transposed(r, ampc_address_of(row));
     else ampc_matrix_load(r, ampc_address_of(row));
@@ -34,6 +35,7 @@ static __device__ void fragment_copy(void *shared, const void *from, bool there)
 }
 #else
 static __device__ void fragment_mma(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2], bool) {}
+static __device__ void fragment_mma_tf32(float (&)[4], const uint32_t (&)[4], const uint32_t (&)[2]) {}
 static __device__ void fragment_load(uint32_t (&)[4], const void *, bool) {}
 static __device__ void fragment_copy(void *, const void *, bool) {}
 #endif
@@ -217,6 +219,13 @@ TEST(tensor_cores) {
         ampt_figure(bf16 ? "mma bf16, over magnitudes" : "mma fp16, over magnitudes", error, bound);
         CHECK_MSG(error <= bound, "%g", error);
     }
+    const char *words = "Matrix Fragments for mma.m16n8k8";
+    fragment_report("TF32 products", words, fragment_word_error(true, 0) == 0 ? "" : "a number is another one");
+    fragment_report("every TF32 number", words, fragment_word_numbers());
+    double error = 0, bound = 9 * ldexp(1, -23);                    /* 8 additions, each cut off */
+    for (uint64_t seed = 0; seed < 64; seed++) error = fmax(error, fragment_word_error(false, seed));
+    ampt_figure("mma TF32, over magnitudes", error, bound);
+    CHECK_MSG(error <= bound, "%g", error);
     fragment_report("ldmatrix", "ldmatrix", fragment_loads(false));
     fragment_report("ldmatrix.trans", "ldmatrix", fragment_loads(true));
     fragment_report("cp.async with zeros", "cp.async", fragment_copies());

@@ -252,6 +252,10 @@ uint16_t coc_cvt_fp8x2(float a, float b, bool e5m2);
        c (16 x 8)   c0, c1 = C[g][2t, 2t + 1]   c2, c3 = C[g + 8][2t, 2t + 1]
    ldmatrix.x4: lane 8 i + j names row j of the 8 x 8 matrix i; r[i].e = M[g][2t + e], transposed M[2t + e][g]. */
 void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16);      /* c += a b, sums in fp32 */
+/* The same in TF32 ("Matrix Fragments for mma.m16n8k8"), of which the upper 19 bits of each word are used:
+       a (16 x 8)  a0 = A[g][t]   a1 = A[g + 8][t]   a2 = A[g][t + 4]   a3 = A[g + 8][t + 4]
+       b (8 x 8)   b0 = B[t][g]   b1 = B[t + 4][g]         c as above */
+void coc_mma_m16n8k8_tf32(float *c, const uint32_t *a, const uint32_t *b);
 void coc_ldmatrix_x4(uint32_t *r, const void *row, bool transposed);
 
 /* ---- From compute capability 9.0 on (coc_hopper.cpp): barriers in shared memory that count arrivals and bytes
