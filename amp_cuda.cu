@@ -7047,9 +7047,9 @@ __device__ __forceinline__ void ampc_flash_fetch(unsigned char *tiles, const amp
 }
 
 /* ---- Hidden keys and queries may hold infinities or NaN.  A weight of 0 times such a number must give 0, but tensor
-   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one.  In fp32 it does so
-   without a mask too, because the two parts of an infinity give NaN where the infinity itself may give another
-   number. */
+   cores give NaN.  If that happens under a mask, a warp computes its rows again, one by one.  With operands in fp32 it
+   does so without a mask too.  In fp32 the two parts of an infinity give NaN where the infinity itself may give another
+   number, and a tile's rows beyond the last query are 0, which times an infinite key is NaN. */
 
 /* A lane's D / 32 numbers of a row. */
 template <int D, amp_dtype C> struct ampc_flash_part {
@@ -7111,7 +7111,7 @@ __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &
                                                          const float2 *stats) {
     const ampc_flash_place &p = sweep.place;
     typedef ampc_flash_part<D, C> part;
-    const bool hides = C != AMP_F32 || a.hides;
+    const bool hides = !ampc_in_words(C) || a.hides;
     const part x(a.own[0].at(p, mine), a.dim), y = PASS == AMPC_FORWARD ? part() : part(a.own[1].at(p, mine), a.dim);
     part first, second;
     AMPC_NO_UNROLL
@@ -7129,14 +7129,14 @@ __device__ __forceinline__ void ampc_flash_recompute_row(const ampc_flash_call &
     if (PASS == AMPC_TO_KEYS) second.write(a.out[1].at(p, mine), 1.0f, a.dim);
 }
 
-/* The stats of query `mine` for ampc_flash_recompute_row, from its scores in fp32.  Its log-sum-exp is written to lse,
-   unless lse is NULL. */
-template <int D, amp_dtype C>
-__device__ __forceinline__ float2 ampc_flash_row_stats(const ampc_flash_call &a, const ampc_sweep<false> &sweep,
-                                                       int mine, float *lse) {
+/* Computes the stats of query `mine` for ampc_flash_recompute_row from its scores in fp32.  Its log-sum-exp is written
+   to lse, unless lse is NULL. */
+template <int D>
+__device__ __forceinline__ void ampc_flash_row_stats(const ampc_flash_call &a, const ampc_sweep<false> &sweep, int mine,
+                                                     float2 *stats, float *lse) {
     const ampc_flash_place &p = sweep.place;
     const float lowest = ampi_f32_of_bits(0xff800000u);
-    const ampc_flash_part<D, C> x(a.own[0].at(p, mine), a.dim);
+    const ampc_flash_part<D, AMP_F32> x(a.own[0].at(p, mine), a.dim);
     float top = lowest, total = 0.0f, stat = 0.0f;
     AMPC_NO_UNROLL
     for (int k = 0; k < 2 * a.keys; k++) {      /* the largest score, and then the sum */
@@ -7146,13 +7146,16 @@ __device__ __forceinline__ float2 ampc_flash_row_stats(const ampc_flash_call &a,
             if (!(fabsf(stat) < AMPC_FLASH_STEEP)) stat = 2.0f * ampc_mul(top, a.factor);
         }
         if (!sweep.sees(mine, other)) continue;
-        const float score = x.dot(ampc_flash_part<D, C>(a.others[0].at(p, other), a.dim));
+        const float score = x.dot(ampc_flash_part<D, AMP_F32>(a.others[0].at(p, other), a.dim));
         if (k < a.keys) top = fmaxf(top, score);
         else total += ampc_exp2(ampc_flash_power(a, score, stat));
     }
-    if (lse != NULL && threadIdx.x % 32 == 0)
-        *lse = total == 0.0f ? lowest : (top == lowest ? 0.0f : ampc_mul(top, a.factor)) + logf(total);
-    return float2{stat, total == 0.0f ? 0.0f : 1.0f / total};
+    if (threadIdx.x % 32 == 0) {
+        *stats = float2{stat, total == 0.0f ? 0.0f : 1.0f / total};
+        if (lse != NULL)
+            *lse = total == 0.0f ? lowest : (top == lowest ? 0.0f : ampc_mul(top, a.factor)) + logf(total);
+    }
+    __syncwarp();
 }
 
 template <int M, int N> __device__ __forceinline__ bool ampc_has_nan(const float (&x)[M][N][4]) {
@@ -7281,17 +7284,15 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
     int own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
     float *lse = a.lse ? a.lse + head * a.queries + own : NULL;
-    scratch += mine * 2 * ampc_halves(D, C);
-    float2 *notes = (float2 *)scratch;
+    float2 *notes = (float2 *)(scratch + mine * 2 * ampc_halves(D, C));
     if (left <= 0) return;
     ampc_flash_normalise(a, max, sum, lse, left);
-    ampc_tile_write<D, C>(o, sum, scratch, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
-    if ((C != AMP_F32 && !a.hides) || !ampc_has_nan(o)) return;
+    ampc_tile_write<D, C>(o, sum, (unsigned char *)notes, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
+    if ((!ampc_in_words(C) && !a.hides) || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
     for (int i = 0; i < min(left, 16 * M); i++) {
-        float2 stats = notes[i];
-        if (C == AMP_F32) stats = ampc_flash_row_stats<D, C>(a, sweep, own + i, lse ? lse + i : NULL);
-        ampc_flash_recompute_row<AMPC_FORWARD, D, C>(a, sweep, own + i, &stats);
+        if constexpr (C == AMP_F32) ampc_flash_row_stats<D>(a, sweep, own + i, notes + i, lse ? lse + i : NULL);
+        ampc_flash_recompute_row<AMPC_FORWARD, D, C>(a, sweep, own + i, notes + i);
     }
 }
 
@@ -7322,15 +7323,14 @@ ampc_flash_rows(ampc_flash_call a) {
     if (threadIdx.x % 32 == 0) sweep->open(a, T, (int)threadIdx.x / 32, (int)blockDim.x / 32);
     __syncthreads();
     unsigned char *others = shared + R * 2 * H;
-    const int dim = H / D * a.dim;
     float o[M][D / 8][4] = {}, max[M][2], sum[M][2] = {};
     AMPC_UNROLL
     for (int i = 0; i < 2 * M; i++) max[i / 2][i % 2] = lowest;
-    ampc_tile_fetch<H, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, dim,
+    ampc_tile_fetch<H, R, shape.threads>(shared, a.own[0].at(sweep->place, sweep->own), a.own[0].row, H / D * a.dim,
                                          a.queries - sweep->own);
     ampc_copy_commit();
     int j = sweep->next(sweep->first), turn = 0;
-    if (j < sweep->end) ampc_flash_fetch<H, T, shape.threads>(others, a.others, sweep->place, dim, j, a.keys);
+    if (j < sweep->end) ampc_flash_fetch<H, T, shape.threads>(others, a.others, sweep->place, H / D * a.dim, j, a.keys);
     ampc_copy_commit();
     const ampc_tile_rows<H, M, false> q(shared + ampc_warp_row<M>() * 2 * H);
     while (j < sweep->end) {
@@ -7338,8 +7338,8 @@ ampc_flash_rows(ampc_flash_call a) {
         ampc_copy_wait<0>();
         __syncthreads();                        /* the rows have arrived, and no warp still reads the other half */
         if (following < sweep->end)
-            ampc_flash_fetch<H, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, dim, following,
-                                                  a.keys);
+            ampc_flash_fetch<H, T, shape.threads>(others + (turn ^ 1) * half, a.others, sweep->place, H / D * a.dim,
+                                                  following, a.keys);
         ampc_copy_commit();
         AMPC_NO_UNROLL
         for (int c = 0; c < T; c += ampc_flash_step(8 * N)) {
@@ -7464,7 +7464,7 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
     if (KEYS)
         ampc_tile_write<D, C>(second, factor, scratch, a.out[1].at(sweep.place, own), a.out[1].row, a.dim, left);
-    if ((C != AMP_F32 && !a.hides) || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
+    if ((!ampc_in_words(C) && !a.hides) || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
     __syncwarp();
     for (int i = own; i < own + min(left, 16 * M); i++)
         ampc_flash_recompute_row<PASS, D, C>(a, sweep, i, KEYS ? stats : stats + i);
@@ -7490,13 +7490,14 @@ ampc_flash_gradient_rows(ampc_flash_call a) {
     unsigned char *others = shared + 2 * R * 2 * H;
     /* the stats of the tiles' queries, or of the own queries */
     float2 *stats_scratch = (float2 *)(others + half + (other_half > 0 ? half : 0));
-    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys, dim = H / D * a.dim;
+    const int rows = KEYS ? a.keys : a.queries, columns = KEYS ? a.queries : a.keys;
     float first[M][D / 8][4] = {}, second[M][D / 8][4] = {};
     auto fetch = [&](int from, int to) {
-        ampc_flash_fetch<H, T, shape.threads>(others + to * other_half, a.others, sweep->place, dim, from, columns);
+        ampc_flash_fetch<H, T, shape.threads>(others + to * other_half, a.others, sweep->place, H / D * a.dim, from,
+                                              columns);
         if (KEYS) ampc_flash_fetch_stats(stats_scratch + to * T, ampc_flash_stats(a, sweep->place) + from, T);
     };
-    ampc_flash_fetch<H, R, shape.threads>(shared, a.own, sweep->place, dim, sweep->own, rows);
+    ampc_flash_fetch<H, R, shape.threads>(shared, a.own, sweep->place, H / D * a.dim, sweep->own, rows);
     if (!KEYS) ampc_flash_fetch_stats(stats_scratch, ampc_flash_stats(a, sweep->place) + sweep->own, R);
     ampc_copy_commit();
     int at = sweep->next(sweep->first), turn = 0;
@@ -7969,15 +7970,20 @@ bool ampc_flash_fits(const amp_k_attention &a) {
            fits(a.dv, a.dv_stride);
 }
 
-/* Whether the tensor cores can do this attention.  Rows that do not fit are copied only if they have 16 bits.  For
-   fewer than 16 queries a copy of all keys and values costs more than they save. */
+/* Whether operands in fp32 are cast to 16 bits, in which they are multiplied. */
+bool ampc_flash_casts(const amp_k_attention &a) {
+    return a.dtype == AMP_F32 && (a.compute == AMP_F16 || a.compute == AMP_BF16);
+}
+
+/* Whether the tensor cores can do this attention.  Operands are cast, or copied if their rows do not fit, only to 16
+   bits.  For fewer than 16 queries a copy of all keys and values costs more than they save. */
 bool ampc_flash_serves(const ampc_device *dev, const amp_k_attention &a) {
-    const bool words = ampc_in_words(a.compute);
-    if (!dev->has.tensor_cores || a.dtype != (words ? AMP_F32 : a.compute)) return false;
+    const bool words = ampc_in_words(a.compute), casts = ampc_flash_casts(a);
+    if (!dev->has.tensor_cores || (a.dtype != (words ? AMP_F32 : a.compute) && !casts)) return false;
     if (!words && a.compute != AMP_F16 && a.compute != AMP_BF16) return false;
     if (a.dim < 1 || a.dim > 128) return false;
     if (dev->has.shared_limit < ampc_flash_shared(ampc_flash_width(a.dim), AMPC_TO_KEYS, words)) return false;
-    if ((a.queries < 16 || words) && !ampc_flash_fits(a)) return false;
+    if ((a.queries < 16 || words) && (casts || !ampc_flash_fits(a))) return false;
     if (!(a.scale > 0 && a.scale < 1e30f)) return false;       /* the largest score is found before scaling */
     if (a.batch < 1 || a.heads < 1 || a.queries < 1 || a.keys < 1 || a.queries > AMPC_FLASH_LONGEST ||
         a.keys > AMPC_FLASH_LONGEST)
@@ -8119,15 +8125,17 @@ amp_result ampc_flash_mask(ampc_device *dev, const amp_k_attention &a, const cha
                        *bits, heads, a.queries, a.keys, words / 4);
 }
 
-/* ---- Rows that are not aligned, or are no multiple of 16 bytes.  The kernels run on copies, filled up with zeros. */
+/* ---- Rows that are not aligned, or are no multiple of 16 bytes, and rows in fp32 that are multiplied in 16 bits.  The
+   kernels run on copies, filled up with zeros.  Their results are copied back, and have 16 bits then too. */
 
-/* A tensor [batch, positions, heads, dim] of 16-bit numbers. */
+/* A tensor [batch, positions, heads, dim]. */
 struct ampc_heads {
-    uint16_t *data;
+    void *data;
     int64_t stride[3];
     int dim;
-    __device__ uint16_t *at(int64_t b, int64_t position, int64_t head) const {
-        return data + b * stride[0] + position * stride[1] + head * stride[2];
+    amp_dtype dtype;
+    __device__ int64_t at(int64_t b, int64_t position, int64_t head) const {
+        return b * stride[0] + position * stride[1] + head * stride[2];
     }
 };
 struct ampc_heads_copy {
@@ -8139,23 +8147,32 @@ struct ampc_heads_copies {
     int count;
 };
 
-/* `pieces` is how many pieces of 8 numbers a row has. */
-__global__ void __launch_bounds__(256)
+/* `pieces` is how many pieces of 8 numbers a row has.  Without CAST, all numbers have 16 bits and stay as they are. */
+template <bool CAST> __global__ void __launch_bounds__(256)
     ampc_copy_heads(ampc_heads_copies copies, int64_t batch, ampc_divisor heads, ampc_divisor pieces) {
     for (int k = 0; k < copies.count; k++) {
         const ampc_heads_copy &x = copies.each[k];
         const int64_t all = batch * x.positions.d * heads.d * pieces.d;
         for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (int64_t)gridDim.x * 256) {
             int64_t piece, head, position, b = ampc_divide(ampc_divide(i, pieces, &piece), heads, &head);
-            uint16_t bits[AMPC_LANES];
             b = ampc_divide(b, x.positions, &position);
-            ampc_fetch_upto<AMPC_ONCE>(x.from.at(b, position, head) + 8 * piece, bits, x.from.dim - 8 * piece);
-            ampc_leave_upto<AMPC_ONCE>(x.to.at(b, position, head) + 8 * piece, bits, x.to.dim - 8 * piece);
+            const int64_t from = x.from.at(b, position, head) + 8 * piece, to = x.to.at(b, position, head) + 8 * piece;
+            if constexpr (CAST) {
+                float numbers[AMPC_LANES];
+                ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(x.from.data, x.from.dtype, from), x.from.dtype,
+                                                      numbers, x.from.dim - 8 * piece);
+                ampc_store_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(x.to.data, x.to.dtype, to), x.to.dtype, numbers,
+                                                       x.to.dim - 8 * piece);
+            } else {
+                uint16_t bits[AMPC_LANES];
+                ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)x.from.data + from, bits, x.from.dim - 8 * piece);
+                ampc_leave_upto<AMPC_ONCE>((uint16_t *)x.to.data + to, bits, x.to.dim - 8 * piece);
+            }
         }
     }
 }
 
-/* A call whose rows are copied where that is necessary.  The copies exist as long as this object does. */
+/* A call whose rows are copied or cast where that is necessary.  The copies exist as long as this object does. */
 struct ampc_filled_heads {
     ampc_device *dev;
     amp_k_attention a;
@@ -8164,13 +8181,14 @@ struct ampc_filled_heads {
     ampc_scratch memory;
     ampc_heads_copies in, out;
     int64_t used;                   /* numbers of the memory that are taken */
+    bool casts;
     ampc_filled_heads(ampc_device *d, const amp_k_attention &given, const char *call, void *s)
-        : dev(d), a(given), name(call), stream(s), memory(d, s), in(), out(), used(0) {}
+        : dev(d), a(given), name(call), stream(s), memory(d, s), in(), out(), used(0), casts(ampc_flash_casts(given)) {}
     int64_t filled() const { return ampc_blocks(a.dim, 8) * 8; }
     template <class T> void copy(bool result, T *&data, int64_t (&stride)[3], int64_t positions) {
         const int64_t wide = filled(), row = a.heads * wide;
-        const ampc_heads given = {(uint16_t *)const_cast<void *>(data), {stride[0], stride[1], stride[2]}, (int)a.dim};
-        const ampc_heads made = {(uint16_t *)memory.data + used, {positions * row, row, wide}, (int)wide};
+        const ampc_heads given = {const_cast<void *>(data), {stride[0], stride[1], stride[2]}, (int)a.dim, a.dtype};
+        const ampc_heads made = {(uint16_t *)memory.data + used, {positions * row, row, wide}, (int)wide, a.compute};
         ampc_heads_copies &list = result ? out : in;
         list.each[list.count++] = ampc_heads_copy{result ? made : given, result ? given : made, positions};
         data = made.data;
@@ -8179,11 +8197,12 @@ struct ampc_filled_heads {
     }
     amp_result run(const ampc_heads_copies &copies) const {
         int64_t pieces = a.batch * (a.queries > a.keys ? a.queries : a.keys) * a.heads * (a.dim / 8);
-        return ampc_launch(dev, name, ampc_copy_heads, ampc_grid(dev, ampc_blocks(pieces, 256), 8), 256, 0, stream,
-                           copies, a.batch, a.heads, a.dim / 8);
+        return ampc_launch(dev, name, casts ? ampc_copy_heads<true> : ampc_copy_heads<false>,
+                           ampc_grid(dev, ampc_blocks(pieces, 256), 8), 256, 0, stream, copies, a.batch, a.heads,
+                           a.dim / 8);
     }
     amp_result open(bool backward) {
-        if (ampc_flash_fits(a)) return AMP_OK;
+        if (!casts && ampc_flash_fits(a)) return AMP_OK;
         AMPC_TRY(memory.get((size_t)((backward ? 8 : 4) * a.batch * (a.queries + a.keys) * a.heads * filled()), name));
         copy(false, a.q, a.q_stride, a.queries);
         copy(false, a.k, a.k_stride, a.keys);
@@ -8196,6 +8215,7 @@ struct ampc_filled_heads {
             copy(true, a.dv, a.dv_stride, a.keys);
         }
         a.dim = filled();
+        a.dtype = a.compute;
         return run(in);
     }
     /* `result` is that of the kernels. */

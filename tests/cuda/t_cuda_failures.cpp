@@ -95,11 +95,12 @@ static work multi_tensor(cuda_side &s, int which) {
     k.table = table, k.tensors = 2, k.found = on, k.beta1 = 0.9, k.beta2 = 0.999, k.eps = 1e-8;
     return [&s, k] { return s.backend->adamw(s.dev, &k, NULL); };
 }
-static work attention(cuda_side &s, amp_dtype dtype, int64_t dim, bool arbitrary) {
-    const int64_t n = 10, stride[3] = {n * dim, dim, dim};
+static work attention(cuda_side &s, amp_dtype dtype, int64_t dim, bool arbitrary, amp_dtype compute = AMP_DTYPE_DEFAULT) {
+    const int64_t n = 16, stride[3] = {n * dim, dim, dim};
     amp_k_attention k = {};
     auto operand = [&](uint64_t seed) { return matrix(s, dtype, n, dim, seed).data; };
     k.batch = k.heads = 1, k.queries = k.keys = n, k.dim = dim, k.dtype = k.compute = dtype, k.scale = 0.3f;
+    if (compute != AMP_DTYPE_DEFAULT) k.compute = compute;
     k.q = operand(16), k.k = operand(17), k.v = operand(18), k.o = operand(19);
     k.d_o = operand(20), k.dq = operand(21), k.dk = operand(22), k.dv = operand(23);
     for (int64_t (*to)[3] : {&k.q_stride, &k.k_stride, &k.v_stride, &k.o_stride, &k.do_stride, &k.dq_stride, &k.dk_stride, &k.dv_stride})
@@ -140,7 +141,9 @@ static const operator_case cases[] = {
     {"check", [](cuda_side &s) { return multi_tensor(s, 0); }},
     {"inspect", [](cuda_side &s) { return multi_tensor(s, 1); }},
     {"AdamW", [](cuda_side &s) { return multi_tensor(s, 2); }},
-    {"attention", [](cuda_side &s) { return attention(s, AMP_F32, 24, false); }},
+    {"attention", [](cuda_side &s) { return attention(s, AMP_F32, 23, false); }},
+    {"attention in fp32 on tensor cores", [](cuda_side &s) { return attention(s, AMP_F32, 24, true); }},
+    {"attention of operands that are cast", [](cuda_side &s) { return attention(s, AMP_F32, 24, true, AMP_BF16); }},
     {"attention on tensor cores", [](cuda_side &s) { return attention(s, AMP_BF16, 24, true); }},
     {"product", [](cuda_side &s) { return gemm(s, {AMP_BF16, AMP_F32, AMP_BF16, AMP_ACT_NONE, 0, 0, 0, 0, 0, 24}); }},
     {"product of operands that are cast", [](cuda_side &s) { return gemm(s, {AMP_F32, AMP_BF16, AMP_BF16, AMP_ACT_NONE, 0, 0, 0, 1, 0, 24}); }},
