@@ -7283,15 +7283,16 @@ __device__ __forceinline__ void ampc_flash_put(const ampc_flash_call &a, const a
                                                float (&max)[M][2], float (&sum)[M][2]) {
     int own = sweep.own + mine, left = a.queries - own;
     int64_t head = (int64_t)sweep.place.b * a.heads + sweep.place.h;
-    float *lse = a.lse ? a.lse + head * a.queries + own : NULL;
     float2 *notes = (float2 *)(scratch + mine * 2 * ampc_halves(D, C));
     if (left <= 0) return;
-    ampc_flash_normalise(a, max, sum, lse, left);
+    ampc_flash_normalise(a, max, sum, a.lse ? a.lse + head * a.queries + own : NULL, left);
     ampc_tile_write<D, C>(o, sum, (unsigned char *)notes, a.out[0].at(sweep.place, own), a.out[0].row, a.dim, left);
     if ((!ampc_in_words(C) && !a.hides) || !ampc_has_nan(o)) return;
     ampc_flash_note(notes, max, sum);
     for (int i = 0; i < min(left, 16 * M); i++) {
-        if constexpr (C == AMP_F32) ampc_flash_row_stats<D>(a, sweep, own + i, notes + i, lse ? lse + i : NULL);
+        if constexpr (C == AMP_F32)
+            ampc_flash_row_stats<D>(a, sweep, own + i, notes + i,
+                                    a.lse ? a.lse + head * a.queries + own + i : NULL);
         ampc_flash_recompute_row<AMPC_FORWARD, D, C>(a, sweep, own + i, notes + i);
     }
 }
@@ -8156,8 +8157,9 @@ template <bool CAST> __global__ void __launch_bounds__(256)
         for (int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x; i < all; i += (int64_t)gridDim.x * 256) {
             int64_t piece, head, position, b = ampc_divide(ampc_divide(i, pieces, &piece), heads, &head);
             b = ampc_divide(b, x.positions, &position);
-            const int64_t from = x.from.at(b, position, head) + 8 * piece, to = x.to.at(b, position, head) + 8 * piece;
             if constexpr (CAST) {
+                const int64_t from = x.from.at(b, position, head) + 8 * piece;
+                const int64_t to = x.to.at(b, position, head) + 8 * piece;
                 float numbers[AMPC_LANES];
                 ampc_load_upto<AMPC_LANES, AMPC_ONCE>(ampc_within(x.from.data, x.from.dtype, from), x.from.dtype,
                                                       numbers, x.from.dim - 8 * piece);
@@ -8165,8 +8167,10 @@ template <bool CAST> __global__ void __launch_bounds__(256)
                                                        x.to.dim - 8 * piece);
             } else {
                 uint16_t bits[AMPC_LANES];
-                ampc_fetch_upto<AMPC_ONCE>((const uint16_t *)x.from.data + from, bits, x.from.dim - 8 * piece);
-                ampc_leave_upto<AMPC_ONCE>((uint16_t *)x.to.data + to, bits, x.to.dim - 8 * piece);
+                ampc_fetch_upto<AMPC_ONCE>((uint16_t *)x.from.data + x.from.at(b, position, head) + 8 * piece, bits,
+                                           x.from.dim - 8 * piece);
+                ampc_leave_upto<AMPC_ONCE>((uint16_t *)x.to.data + x.to.at(b, position, head) + 8 * piece, bits,
+                                           x.to.dim - 8 * piece);
             }
         }
     }
