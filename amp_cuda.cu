@@ -898,6 +898,7 @@ struct ampc_capture {
     unsigned long long id;
     cudaStream_t stream;
     int holders;
+    bool lasting;                   /* no user object tells when the graph ends: held until the context is closed */
     ampc_capture *next;
 };
 
@@ -958,11 +959,12 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Releases the memory of captures whose graphs no longer exist.  If `all` is true, it does the same for the other
-   captures. */
+/* Releases the memory of captures whose graphs are known to exist no longer.  If `all` is true, it does the same for
+   the other captures. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
-        if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
+        const bool held = capture->lasting || __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1;
+        if (held && !all) { link = &capture->next; continue; }
         *link = capture->next;
         ampc_hand_over(dev, capture, NULL);
         ampc_capture_release(capture);
@@ -970,7 +972,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
 }
 
 /* Makes the record of a stream's part in a capture that the program began.  The arena and the graph hold it.  If CUDA
-   makes no user object, it is held until the context is closed. */
+   makes no user object, or does not tie it to the graph, nothing tells when the graph ends.  Then the memory stays the
+   graph's until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -978,10 +981,12 @@ ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaG
     capture->id = id;
     capture->stream = stream;
     capture->holders = 2;
-    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) ==
-            cudaSuccess &&
-        cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
-        (void)cudaUserObjectRelease(object, 1);
+    capture->lasting = true;
+    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) != cudaSuccess)
+        capture->holders = 1;
+    else if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
+        (void)cudaUserObjectRelease(object, 1);         /* which takes its hold back */
+    else capture->lasting = false;
     (void)cudaGetLastError();
     return capture;
 }

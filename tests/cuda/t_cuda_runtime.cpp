@@ -1563,6 +1563,51 @@ TEST(branches_of_a_capture) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* Without a user object nothing tells when a captured graph ends: its memory stays its own until the context is closed. */
+TEST(captures_without_user_objects) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail need the model");
+    for (const char *function : {"cudaUserObjectCreate", "cudaGraphRetainUserObject"}) {
+        coc_reset();
+        cudaStream_t stream = NULL;
+        CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        {
+            side x(amp_cuda(), 0, stream);
+            std::vector<float> values(600 * 40, 1.0f), sums;
+            cudaGraph_t graph = NULL;
+            cudaGraphExec_t exec = NULL;
+            amp_k_column_sum k = {}, other = {};
+            amp_memory_info before, captured, after;
+            k.x = other.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40};
+            k.out = x.up(values.data(), 160), other.out = x.up(values.data(), 160);
+            k.out_dtype = other.out_dtype = AMP_F32;
+            x.b->memory(x.dev, &before);
+            CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            coc_fail(function, 1, cudaErrorUnknown);
+            CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_OK);
+            CHECK(!coc_fail_pending());
+            CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+            x.b->memory(x.dev, &captured);
+            CHECK_EQ(x.b->column_sum(x.dev, &other, NULL), AMP_OK);
+            x.b->memory(x.dev, &after);
+            CHECK(captured.reserved > before.reserved);
+            CHECK_MSG(after.reserved - captured.reserved == captured.reserved - before.reserved,
+                      "%s failed: other work got the graph's memory", function);
+            CHECK_EQ(x.b->trim(x.dev), AMP_OK);
+            x.b->memory(x.dev, &after);
+            CHECK_MSG(after.reserved == captured.reserved, "%s failed: the graph's memory went back to CUDA", function);
+            CHECK_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+            sums.resize(40);
+            x.down(&sums, k.out);
+            CHECK(sums[0] == 600 && sums[39] == 600);
+            CHECK_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+        }
+        CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+        CHECK_EQ(coc_living().allocations, 0);
+        CHECK_EQ(coc_faults(), 0);
+    }
+}
+
 /* Memory of a graph whose stream is gone is given back on the context's stream. */
 static std::vector<void *> given_back;
 static void *plain_memory(void *, size_t size, int, void *) {
@@ -2069,6 +2114,7 @@ int main(int argc, char **argv) {
     RUN(graph_replays);
     RUN(host_captures);
     RUN(branches_of_a_capture);
+    RUN(captures_without_user_objects);
     RUN(graph_outlives_its_stream);
     RUN(graph_misuse);
     RUN(captures_left_open);
