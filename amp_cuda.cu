@@ -873,12 +873,19 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
    most an eighth is lost to rounding.  The arena notes the last owner of each idle block, which is a stream or a graph.
    A stream's later work runs after all work that uses the block, so only that stream may reuse the block at once.  A
    graph uses its blocks again at every launch.  When CUDA has no more memory, blocks that no graph holds go back to
-   CUDA, and the request is tried once more. */
+   CUDA, and the request is tried once more.
+
+   The program may destroy any stream but the context's, without waiting for its work, and a new stream may then have
+   the same handle.  Therefore an event marks the end of each use by such a stream, and the next use in a stream of that
+   handle waits for the event.  cudaStreamGetId would tell the two streams apart, but not when the first one's work is
+   done, and needs CUDA 12. */
 
 struct ampc_block {
     void *data;
     size_t bytes;                   /* the size of its class */
     const void *owner;              /* a stream, an ampc_graph or an ampc_capture; NULL: unused */
+    cudaEvent_t used;               /* NULL before the first mark */
+    bool marked;                    /* `used` is recorded behind the last use */
     ampc_block *next;
 };
 
@@ -888,6 +895,7 @@ struct ampc_graph {
     int capturing;
     int reduces;                    /* 1 if it exchanges data with other ranks */
     cudaGraphExec_t exec;
+    cudaEvent_t used;               /* behind its last launch on another stream than the context's; NULL: none yet */
     ampc_graph *next;
 };
 
@@ -947,11 +955,14 @@ ampc_block **ampc_busy_bucket(ampc_device *dev, const void *data) {
     return &dev->busy[((uintptr_t)data >> 9) % AMPC_BUCKETS];
 }
 
-/* Hands one owner's idle blocks to another. */
+/* Hands one owner's idle blocks to another.  Nothing may use them any more if there is none. */
 void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
     for (int i = 0; i < AMPC_CLASSES; i++)
-        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
-            if (block->owner == from) block->owner = to;
+        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next) {
+            if (block->owner != from) continue;
+            block->owner = to;
+            if (to == NULL) block->marked = false;
+        }
 }
 
 void ampc_capture_release(void *held) {
@@ -1059,7 +1070,7 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
 }
 
 /* Takes idle blocks out of the arena.  Without `all`, it leaves those that a graph holds.  A block's owner is then the
-   stream in whose order it is given back. */
+   stream in whose order it is given back.  That is the context's if the owner may have been destroyed. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
     ampc_locked locked(dev);
@@ -1071,7 +1082,7 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
             cudaStream_t stream = ampc_stream_of(dev, block->owner, &held);
             if (held && !all) { link = &block->next; continue; }
             *link = block->next;
-            block->owner = stream;
+            block->owner = block->marked ? dev->stream : stream;
             block->next = unused;
             unused = block;
             dev->reserved -= (int64_t)block->bytes;
@@ -1080,11 +1091,14 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
     return unused;
 }
 
-/* Gives these blocks back to CUDA, or to the program's allocator. */
+/* Gives these blocks back to CUDA, or to the program's allocator.  cudaFree waits for the device.  The program's
+   allocator may not wait, so this waits for the mark. */
 void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
     for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
         next = block->next;
+        if (block->marked && dev->memory.alloc != NULL) (void)cudaEventSynchronize(block->used);
+        if (block->used != NULL) (void)cudaEventDestroy(block->used);
         ampc_memory_give(dev, block->data, block->bytes, const_cast<void *>(block->owner));
         dev->host.free(dev->host.user, block, sizeof *block);
     }
@@ -1128,6 +1142,8 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
         return r;
     }
     block->bytes = bytes;
+    block->used = NULL;
+    block->marked = false;
     *out = block;
     return AMP_OK;
 }
@@ -1146,34 +1162,82 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
     return block;
 }
 
+void ampc_give(ampc_device *dev, const void *data);
+
 /* Takes memory for `owner`.  The device must be current. */
 amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
-    ampc_block **bucket, *block = ampc_idle(dev, owner, size, &stream);
+    ampc_block *block = ampc_idle(dev, owner, size, &stream);
     bool made = block == NULL;
     if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, &block));
-    ampc_locked locked(dev);
-    block->owner = owner;
-    bucket = ampc_busy_bucket(dev, block->data);
-    block->next = *bucket;
-    *bucket = block;
-    if (made) dev->reserved += (int64_t)size;
-    dev->allocated += (int64_t)size;
-    if (dev->allocated > dev->peak) dev->peak = dev->allocated;
+    {
+        ampc_locked locked(dev);
+        ampc_block **bucket = ampc_busy_bucket(dev, block->data);
+        block->owner = owner;
+        block->next = *bucket;
+        *bucket = block;
+        if (made) dev->reserved += (int64_t)size;
+        dev->allocated += (int64_t)size;
+        if (dev->allocated > dev->peak) dev->peak = dev->allocated;
+    }
     *data = block->data;
-    return AMP_OK;
+    if (!block->marked) return AMP_OK;
+    amp_result result = ampc_check(dev, cudaStreamWaitEvent(stream, block->used, 0), "cudaStreamWaitEvent", NULL);
+    if (result == AMP_OK) return AMP_OK;
+    *data = NULL;
+    ampc_locked locked(dev);
+    ampc_give(dev, block->data);
+    return result;
+}
+
+/* The list's link to the block at this address.  It holds NULL if no such block is handed out. */
+ampc_block **ampc_busy_link(ampc_device *dev, const void *data) {
+    ampc_block **link = ampc_busy_bucket(dev, data);
+    while (*link != NULL && (*link)->data != data) link = &(*link)->next;
+    return link;
 }
 
 void ampc_give(ampc_device *dev, const void *data) {
-    ampc_block **link = ampc_busy_bucket(dev, data), *block;
-    while (*link != NULL && (*link)->data != data) link = &(*link)->next;
-    block = *link;
+    ampc_block **link = ampc_busy_link(dev, data), *block = *link;
     if (block == NULL) return;
     *link = block->next;
     block->next = dev->idle[ampc_class(block->bytes)];
     dev->idle[ampc_class(block->bytes)] = block;
     dev->allocated -= (int64_t)block->bytes;
+}
+
+/* Marks the end of a stream's use of a block.  Without an event, this waits for the stream. */
+void ampc_mark(ampc_device *dev, ampc_block *block, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (ampc_loss(dev) != cudaSuccess) return;
+    ampc_current current(dev);
+    if (block->used == NULL) error = cudaEventCreateWithFlags(&block->used, cudaEventDisableTiming);
+    if (error == cudaSuccess) error = cudaEventRecord(block->used, stream);
+    block->marked = error == cudaSuccess;
+    if (block->marked) return;
+    (void)cudaStreamSynchronize(stream);
+    (void)cudaGetLastError();
+    block->owner = NULL;
+}
+
+/* Takes back memory that is no longer used after the work that its owner has queued. */
+void ampc_release(ampc_device *dev, const void *data) {
+    cudaStream_t stream;
+    ampc_block *block;
+    {
+        bool held = true;
+        ampc_locked locked(dev);
+        block = *ampc_busy_link(dev, data);
+        stream = block == NULL ? dev->stream : ampc_stream_of(dev, block->owner, &held);
+        if (held || stream == dev->stream) {
+            ampc_give(dev, data);
+            return;
+        }
+    }
+    ampc_mark(dev, block, stream);
+    ampc_locked locked(dev);
+    ampc_give(dev, data);
 }
 
 amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
@@ -1184,9 +1248,7 @@ amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
 }
 
 ampc_scratch::~ampc_scratch() {
-    if (data == NULL) return;
-    ampc_locked locked(dev);
-    ampc_give(dev, data);
+    if (data != NULL) ampc_release(dev, data);
 }
 
 /* ==== 6 >>backends: runtime ====
@@ -1355,9 +1417,7 @@ amp_result ampc_alloc(void *device, void **ptr, size_t bytes) {
 void ampc_free(void *device, void *ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     (void)bytes;
-    if (ptr == NULL) return;
-    ampc_locked locked(dev);
-    ampc_give(dev, ptr);
+    if (ptr != NULL) ampc_release(dev, ptr);
 }
 
 amp_result ampc_trim_idle(void *device) {
@@ -1582,6 +1642,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     graph->capturing = 1;
     graph->reduces = 0;
     graph->exec = NULL;
+    graph->used = NULL;
     result = ampc_check(dev, cudaStreamBeginCapture(graph->stream, cudaStreamCaptureModeThreadLocal),
                         "cudaStreamBeginCapture", "end the capture that is running on this stream first");
     if (result != AMP_OK) {
@@ -1594,13 +1655,20 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes the graph out of the list.  The stream of its last launch becomes the owner of its scratch memory. */
+/* Takes the graph out of the list.  If its last launch was on the context's stream, that becomes the owner of its
+   scratch memory.  Otherwise the graph's work is done, and any stream may have the memory. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
     while (*link != NULL && *link != graph) link = &(*link)->next;
     if (*link != NULL) *link = graph->next;
-    ampc_hand_over(dev, graph, graph->stream);
+    ampc_hand_over(dev, graph, graph->stream == dev->stream ? graph->stream : NULL);
+}
+
+/* Waits for a launch on another stream than the context's.  The program may have destroyed that stream. */
+void ampc_graph_wait(const ampc_graph *graph) {
+    ampc_relaxed relaxed;
+    (void)cudaEventSynchronize(graph->used);
 }
 
 void ampc_graph_destroy(void *device, void *made) {
@@ -1611,6 +1679,8 @@ void ampc_graph_destroy(void *device, void *made) {
         ampc_current current(dev);
         if (graph->capturing) ampc_capture_drop(dev, graph->stream);
         if (graph->exec != NULL) (void)cudaGraphExecDestroy(graph->exec);
+        if (graph->used != NULL && graph->stream != dev->stream) ampc_graph_wait(graph);
+        if (graph->used != NULL) (void)cudaEventDestroy(graph->used);
         (void)cudaGetLastError();
     }
     ampc_graph_forget(dev, graph);
@@ -1640,6 +1710,15 @@ amp_result ampc_graph_end(void *device, void *stream, void **out) {
     return result;
 }
 
+/* Marks the end of a launch on another stream than the context's. */
+amp_result ampc_graph_mark(ampc_device *dev, ampc_graph *graph, cudaStream_t stream) {
+    if (stream == dev->stream) return AMP_OK;
+    if (graph->used == NULL)
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&graph->used, cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
+    return ampc_check(dev, cudaEventRecord(graph->used, stream), "cudaEventRecord", NULL);
+}
+
 amp_result ampc_graph_launch(void *device, void *made, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     ampc_graph *graph = (ampc_graph *)made;
@@ -1649,6 +1728,7 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
         graph->stream = ampc_stream(dev, stream);
     }
     AMPC_TRY(ampc_check(dev, cudaGraphLaunch(graph->exec, ampc_stream(dev, stream)), "cudaGraphLaunch", NULL));
+    AMPC_TRY(ampc_graph_mark(dev, graph, ampc_stream(dev, stream)));
     return graph->reduces ? ampc_ranks_note(dev, ampc_stream(dev, stream)) : AMP_OK;
 }
 

@@ -154,7 +154,9 @@ struct model_state {
     int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
-    std::map<CUstream_st *, stream_ref> streams;
+    std::map<CUstream_st *, stream_ref> streams;            /* by handle */
+    std::deque<char> handle_places;             /* whose addresses are handles of streams */
+    std::vector<cudaStream_t> free_handles;     /* of destroyed streams */
     std::vector<stream_ref> retired;          /* destroyed with work left */
     std::vector<scratch_use> scratch;           /* of work that has not run */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
@@ -1194,14 +1196,25 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 /* ---- Streams */
 
 namespace {
+/* The handle of the stream that was destroyed last, or a new one. */
+cudaStream_t take_handle() {
+    model_state &m = model();
+    if (m.free_handles.empty()) {
+        m.handle_places.push_back(0);
+        return (cudaStream_t)(void *)&m.handle_places.back();
+    }
+    cudaStream_t handle = m.free_handles.back();
+    m.free_handles.pop_back();
+    return handle;
+}
 cudaError_t make_stream(cudaStream_t *handle, unsigned flags) {
     if (handle == nullptr || (flags & ~(unsigned)cudaStreamNonBlocking)) return cudaErrorInvalidValue;
     stream_ref stream = std::make_shared<CUstream_st>();
     stream->device = current_device;
     stream->flags = flags;
     (void)device(current_device);
-    model().streams[stream.get()] = stream;
-    *handle = stream.get();
+    *handle = take_handle();
+    model().streams[*handle] = stream;
     return cudaSuccess;
 }
 } // namespace
@@ -1244,6 +1257,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     if (!stream->queue.empty()) model().retired.push_back(stream);
     if (stream->capturing) stream->capturing->invalid = true;
     model().streams.erase(handle);
+    model().free_handles.push_back(handle);
     return cudaSuccess;
 }
 
@@ -1823,6 +1837,8 @@ void coc_reset() {
         for (auto &stream : all_streams((int)i)) stream->queue.clear();
     m.scratch.clear();
     m.streams.clear();
+    m.free_handles.clear();
+    m.handle_places.clear();
     m.retired.clear();
     m.events.clear();
     m.graphs.clear();

@@ -20,7 +20,8 @@ void coc_set_last_blocks(unsigned blocks);
 /* ---- When work in streams runs.  All three schedules are legal.
    LATE: when a call waits for it, and only the work that the call needs.  EAGER: at the call.
    OTHERS_FIRST: as LATE, but all other work that may run at that moment runs before it.  Branches of a graph advance
-   together, step by step. */
+   together, step by step.
+   The work of a stream that is destroyed still runs.  The next stream that is created gets the same handle. */
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 void coc_set_schedule(coc_schedule schedule);
 /* cudaEventQuery and cudaStreamQuery return "not ready" this many times (default 1) before unfinished work runs. */
