@@ -135,6 +135,7 @@ struct ampc_blas {
     int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
+    int tuning;                     /* threads that measure a product now; atomic */
     pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
     int found;                      /* 1 if there are tuned plans that plans_load did not load */
@@ -226,6 +227,7 @@ struct ampc_features {
     bool bf16, fp8;                 /* usable in products; bf16 stands for TF32 too */
     bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
     bool tensor_cores;              /* kernels of this file use them; in code for older GPUs these are empty */
+    bool pools;                     /* CUDA has memory that is taken and given back in a stream's order */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
 /* 1 if this toolkit's cuBLASLt has scales per block. */
@@ -886,6 +888,7 @@ struct ampc_block {
     const void *owner;              /* a stream, an ampc_graph or an ampc_capture; NULL: unused */
     cudaEvent_t used;               /* NULL before the first mark */
     bool marked;                    /* `used` is recorded behind the last use */
+    bool ordered;                   /* taken while a product is measured; goes back after it, in its stream's order */
     ampc_block *next;
 };
 
@@ -1056,10 +1059,11 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
 }
 
 /* Gets memory from CUDA or from the program's allocator.  ampc_block_new refuses blocks of the latter that are aligned
-   less than CUDA's. */
+   less than CUDA's.  cudaFree takes memory of either kind. */
 enum { AMPC_ALIGN = 256 };
-cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
-    if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
+cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes, bool ordered) {
+    if (dev->memory.alloc == NULL)
+        return ordered && dev->has.pools ? cudaMallocAsync(data, bytes, stream) : cudaMalloc(data, bytes);
     *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, stream);
     return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -1105,7 +1109,34 @@ void ampc_trim(ampc_device *dev, bool all) {
     (void)cudaGetLastError();
 }
 
-amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call) {
+/* Gives back the ordered memory that a stream has taken, in the stream's order.  Only if CUDA has no such memory, it
+   waits for the device, as cudaFree does. */
+void ampc_trim_ordered(ampc_device *dev, cudaStream_t stream) {
+    ampc_block *unused = NULL;
+    {
+        ampc_locked locked(dev);
+        for (int i = 0; i < AMPC_CLASSES; i++)
+            for (ampc_block **link = &dev->idle[i], *block; (block = *link) != NULL;) {
+                if (!block->ordered || block->owner != stream) { link = &block->next; continue; }
+                *link = block->next;
+                block->next = unused;
+                unused = block;
+                dev->reserved -= (int64_t)block->bytes;
+            }
+    }
+    for (ampc_block *block = unused, *next; block != NULL; block = next) {
+        next = block->next;
+        if (block->marked) (void)cudaStreamWaitEvent(stream, block->used, 0);
+        if (block->used != NULL) (void)cudaEventDestroy(block->used);
+        if (dev->memory.alloc != NULL || !dev->has.pools || cudaFreeAsync(block->data, stream) != cudaSuccess)
+            ampc_memory_give(dev, block->data, block->bytes, stream);
+        dev->host.free(dev->host.user, block, sizeof *block);
+    }
+    (void)cudaGetLastError();
+}
+
+amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call, bool ordered) {
+    const char *function = ordered && dev->has.pools ? "cudaMallocAsync" : "cudaMalloc";
     char hint[192];
     long long allocated, reserved;
     {
@@ -1115,24 +1146,25 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
     }
     snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
              allocated, reserved);
-    return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
+    return ampc_check(dev, error, dev->memory.alloc == NULL ? function : "the host's own alloc",
                       error == cudaErrorMemoryAllocation ? hint : NULL);
 }
 
-/* Makes a block.  `stream` is the stream of its first use. */
-amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
+/* Makes a block.  `stream` is the stream of its first use, and an ordered block's only one. */
+amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, bool ordered,
+                          ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
     if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's list");
-    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes);
+    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes, ordered);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
         ampc_trim(dev, false);
-        error = ampc_memory_get(dev, stream, &block->data, bytes);
+        error = ampc_memory_get(dev, stream, &block->data, bytes, ordered);
     }
     if (error != cudaSuccess) {
         dev->host.free(dev->host.user, block, sizeof *block);
-        return ampc_no_memory(dev, error, bytes, call);
+        return ampc_no_memory(dev, error, bytes, call, ordered);
     }
     if ((uintptr_t)block->data % AMPC_ALIGN != 0) {
         amp_result r = ampc_refuse(dev, AMP_ERR_RANGE, call,
@@ -1144,6 +1176,7 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
     block->bytes = bytes;
     block->used = NULL;
     block->marked = false;
+    block->ordered = ordered;
     *out = block;
     return AMP_OK;
 }
@@ -1164,13 +1197,13 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
 
 void ampc_give(ampc_device *dev, const void *data);
 
-/* Takes memory for `owner`.  The device must be current. */
-amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
+/* Takes memory for `owner`, and for a while only if it is ordered.  The device must be current. */
+amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, bool ordered, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
     ampc_block *block = ampc_idle(dev, owner, size, &stream);
     bool made = block == NULL;
-    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, &block));
+    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, ordered, &block));
     {
         ampc_locked locked(dev);
         ampc_block **bucket = ampc_busy_bucket(dev, block->data);
@@ -1244,7 +1277,8 @@ amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
     AMPC_ENTER(dev, kernel);
     const void *owner = ampc_owner_of(dev, stream);
     if (owner == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
-    return ampc_take(dev, owner, bytes, kernel, &data);
+    const bool ordered = owner == stream && __atomic_load_n(&dev->blas.tuning, __ATOMIC_RELAXED) > 0;
+    return ampc_take(dev, owner, bytes, kernel, ordered, &data);
 }
 
 ampc_scratch::~ampc_scratch() {
@@ -1297,6 +1331,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
     has->multiprocessors = prop.multiProcessorCount;
     has->shared_limit = prop.sharedMemPerBlockOptin;
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
+    has->pools = prop.memoryPoolsSupported != 0;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
     /* see "Narrow Precision Data Types Usage" in cuBLAS's manual; since CUDA 12.9 and 12.8 */
@@ -1411,7 +1446,7 @@ amp_result ampc_alloc(void *device, void **ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     *ptr = NULL;
     AMPC_ENTER(dev, "amp_alloc");
-    return ampc_take(dev, dev->stream, bytes, "amp_alloc", ptr);
+    return ampc_take(dev, dev->stream, bytes, "amp_alloc", false, ptr);
 }
 
 void ampc_free(void *device, void *ptr, size_t bytes) {
@@ -5805,21 +5840,24 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
    that skips part of k. */
 
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_PART = 4 };        /* the buffers take at most a quarter of the GPU's memory */
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
 /* The buffers of a product.  There are `sets` of them, so that the next run does not read from the cache.  The last set
-   holds the correct results. */
+   holds the correct results, and has the inputs of the first.  The product of GPT-2's head with 64 sequences of 1024
+   thus takes 13.4 GB forward, twice its logits, and 6.7 GB for each gradient. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's product */
     ampc_plan *plan;
-    size_t bytes;                   /* bytes of one set */
+    size_t bytes, results;          /* of one set; of those, its results */
     int sets, timed;                /* timed: how many sets the runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
-        : dev(d), stream(s), g(args), plan(p), bytes(0), scratch(d, s), from(NULL), to(NULL) {}
+        : dev(d), stream(s), g(args), plan(p), bytes(0), results(0), sets(0), timed(0), scratch(d, s), from(NULL),
+          to(NULL) {}
     ~ampc_tuning() { ampc_event_destroy(dev, from), ampc_event_destroy(dev, to); }
 };
 
@@ -5827,22 +5865,25 @@ int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c +
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
 /* The product on set i.  Its buffers are consecutive, and each is aligned as the caller's is.  *bytes is set to their
-   total. */
-amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
+   total, and *results to that of all but a, b and the bias. */
+amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL, size_t *results = NULL) {
     amp_k_gemm g = t->g;
-    uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
+    const uintptr_t first = (uintptr_t)t->scratch.data, set = first + (size_t)i * t->bytes;
+    uintptr_t end = set;
     auto place = [&](const void *p, int64_t elements, amp_dtype dtype) {
         uintptr_t at = end + ((uintptr_t)p & 255);
         if (p != NULL) end = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(uintptr_t)255;
         return p != NULL ? (void *)at : NULL;
     };
-    g.a = place(g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype);
-    g.b = place(g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype);
     g.c = place(g.c, ampc_extent_c(g), g.c_dtype);
     g.pre = place(g.pre, ampc_extent_pre(g), g.pre_dtype);
-    g.bias = place(g.bias, g.n, g.bias_dtype);
     g.row_sum.data = place(g.row_sum.data, g.m, g.row_sum.dtype);
     g.column_sum.data = place(g.column_sum.data, g.n, g.column_sum.dtype);
+    if (results != NULL) *results = end - set;
+    if (i > 0 && i == t->sets - 1) end = first + (end - set);
+    g.a = place(g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype);
+    g.b = place(g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype);
+    g.bias = place(g.bias, g.n, g.bias_dtype);
     if (bytes != NULL) *bytes = end - set;
     return g;
 }
@@ -5888,14 +5929,18 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing. */
+/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing.  Fails
+   with AMP_ERR_MEMORY if two sets are too large. */
 amp_result ampc_tune_open(ampc_tuning *t) {
-    int64_t sets;
-    (void)ampc_tune_set(t, 0, &t->bytes);
-    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    const size_t most = (size_t)t->dev->info.memory / AMPC_TUNE_PART;
+    size_t all;
+    (void)ampc_tune_set(t, 0, &t->bytes, &t->results);
+    const int64_t sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
     t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    while (all = t->bytes * (size_t)(t->sets - 1) + t->results, ampc_class_bytes(all) > most)
+        if (--t->sets < 2) return AMP_ERR_MEMORY;
     t->timed = t->sets - 1;
-    AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
+    AMPC_TRY(t->scratch.get(all, "autotune"));
     for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
     AMPC_TRY(ampc_event_create(t->dev, &t->from, 1));
     return ampc_event_create(t->dev, &t->to, 1);
@@ -6085,7 +6130,8 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
 }
 
 /* Measures a plan.  Without enough memory the plan stays as it was.  The memory goes back to CUDA afterwards, because
-   it may be much.  `plan` is the caller's copy; other threads see its findings once it is measured. */
+   it may be much.  It goes back in the stream's order, so that work in other streams is not waited for.  `plan` is the
+   caller's copy; other threads see its findings once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
@@ -6095,6 +6141,7 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
     plan->tuned = 1;
+    __atomic_add_fetch(&dev->blas.tuning, 1, __ATOMIC_RELAXED);
     {
         ampc_tuning t(dev, alone, plan, stream);
         result = ampc_tune_plan(&t);
@@ -6108,7 +6155,8 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     }
     ampc_plan_learn(dev, *plan);
     if (result == AMP_OK) __atomic_store_n(&dev->blas.found, 1, __ATOMIC_RELAXED);
-    ampc_trim(dev, false);
+    __atomic_sub_fetch(&dev->blas.tuning, 1, __ATOMIC_RELAXED);
+    ampc_trim_ordered(dev, ampc_stream(dev, stream));
     return result == AMP_ERR_MEMORY ? AMP_OK : result;
 }
 

@@ -151,7 +151,7 @@ struct model_state {
     std::vector<device_state> devices;
     int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
     size_t memory = (size_t)1 << 30;
-    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
+    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0, pools = 1;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
     std::map<CUstream_st *, stream_ref> streams;            /* by handle */
@@ -866,7 +866,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
     prop->major = m.capability / 10;
     prop->minor = m.capability % 10;
     prop->multiProcessorCount = m.multiprocessors;
-    prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = prop->memoryPoolsSupported = 1;
+    prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = 1;
+    prop->memoryPoolsSupported = m.pools;
     prop->asyncEngineCount = 2;
     prop->memoryBusWidth = 5120;
     prop->l2CacheSize = 50 << 20;
@@ -901,7 +902,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         case cudaDevAttrMultiProcessorCount: *value = m.multiprocessors; break;
         case cudaDevAttrIntegrated: case cudaDevAttrEccEnabled: *value = 0; break;
         case cudaDevAttrCanMapHostMemory: case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing:
-        case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
+            *value = 1;
+            break;
+        case cudaDevAttrMemoryPoolsSupported: *value = m.pools; break;
         case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
         case cudaDevAttrAsyncEngineCount: *value = 2; break;
@@ -998,6 +1001,7 @@ cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t handle) {
     COC_CALL(ALLOCATES | NOT_IN_CAPTURE);
     if (pointer == nullptr) return call.done(cudaErrorInvalidValue);
     if (!stream_of(handle)) return call.done(cudaErrorInvalidResourceHandle);
+    if (!model().pools) return call.done(cudaErrorNotSupported);
     *pointer = size ? take_memory(current_device, size, false) : nullptr;
     return call.done(*pointer || size == 0 ? cudaSuccess : cudaErrorMemoryAllocation);
 }
@@ -1738,6 +1742,7 @@ void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_launch_time(double microseconds) { model().launch_time = microseconds * 1e-6; }
 void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_yielding(int yielding) { model().yielding = yielding; }
+void coc_set_pools(int pools) { model().pools = pools; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
 void coc_set_hidden(int hidden) {

@@ -36,6 +36,8 @@ void coc_set_yielding(int yielding);
    Code for a newer GPU does not run (error 209).  Code for an older GPU runs, translated by the driver, but has only that
    GPU's features: below 80 (PTX ISA), m16n8k16 is a fault, and cp.async copies at once. */
 void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90, int image = 0);
+/* 0: the GPUs have no stream-ordered memory, and cudaMallocAsync is refused (default 1). */
+void coc_set_pools(int pools);
 /* 1 (default): device memory is hidden outside kernels and copies.  An access is recorded as a fault, and then succeeds. */
 void coc_set_hidden(int hidden);
 /* A pointer argument of a kernel must point to device memory, pinned memory or be NULL (default 1). */
