@@ -1027,24 +1027,23 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* The owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the graph that it
-   is being captured into.  NULL means that there was no memory for the record. */
-const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
+/* Sets *owner to the owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the
+   graph that it is being captured into. */
+amp_result ampc_owner_of(ampc_device *dev, cudaStream_t stream, const char *kernel, const void **owner) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     cudaGraph_t captured = NULL;
-    if (ampc_capture_info(stream, &status, &id, &captured) != cudaSuccess) {
-        (void)cudaGetLastError();
-        return stream;
-    }
-    if (status != cudaStreamCaptureStatusActive) return stream;
-    const void *owner = ampc_capture_owner(dev, stream, id, NULL);
-    if (owner != NULL) return owner;
+    AMPC_TRY(ampc_check(dev, ampc_capture_info(stream, &status, &id, &captured), "cudaStreamGetCaptureInfo", NULL));
+    *owner = stream;
+    if (status != cudaStreamCaptureStatusActive) return AMP_OK;
+    *owner = ampc_capture_owner(dev, stream, id, NULL);
+    if (*owner != NULL) return AMP_OK;
     ampc_capture *made = ampc_capture_new(id, stream, captured);
-    owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
+    if (made == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
+    *owner = ampc_capture_owner(dev, stream, id, made);
     /* another thread that captures from the same stream was faster */
-    if (owner != made) ampc_capture_release(made);
-    return owner;
+    if (*owner != made) ampc_capture_release(made);
+    return AMP_OK;
 }
 
 /* The stream whose work uses an owner's memory.  *held is set to whether a graph may use the memory at any time. */
@@ -1275,8 +1274,8 @@ void ampc_release(ampc_device *dev, const void *data) {
 
 amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
     AMPC_ENTER(dev, kernel);
-    const void *owner = ampc_owner_of(dev, stream);
-    if (owner == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
+    const void *owner;
+    AMPC_TRY(ampc_owner_of(dev, stream, kernel, &owner));
     const bool ordered = owner == stream && __atomic_load_n(&dev->blas.tuning, __ATOMIC_RELAXED) > 0;
     return ampc_take(dev, owner, bytes, kernel, ordered, &data);
 }

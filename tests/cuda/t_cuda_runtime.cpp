@@ -1608,6 +1608,27 @@ TEST(captures_without_user_objects) {
     }
 }
 
+/* If CUDA does not say whether a stream is captured, the call fails: with the stream's memory, work outside the graph would
+   use what the graph uses. */
+TEST(captures_that_cannot_be_seen) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail need the model");
+    coc_reset();
+    {
+        side x(amp_cuda());
+        std::vector<float> values(600 * 40, 1.0f);
+        amp_k_column_sum k = {};
+        k.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40}, k.out = x.up(values.data(), 160), k.out_dtype = AMP_F32;
+        coc_fail("cudaStreamGetCaptureInfo", 1, cudaErrorUnknown);
+        CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_ERR_DEVICE);
+        CHECK_MSG(last_text.find("cudaStreamGetCaptureInfo") != std::string::npos && last_text.find("cudaErrorUnknown") != std::string::npos,
+                  "%s", last_text.c_str());
+        CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_OK);
+        CHECK(x.one<float>(k.out) == 600);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* Memory of a graph whose stream is gone is given back on the context's stream. */
 static std::vector<void *> given_back;
 static void *plain_memory(void *, size_t size, int, void *) {
@@ -2223,6 +2244,7 @@ int main(int argc, char **argv) {
     RUN(host_captures);
     RUN(branches_of_a_capture);
     RUN(captures_without_user_objects);
+    RUN(captures_that_cannot_be_seen);
     RUN(graph_outlives_its_stream);
     RUN(streams_of_one_handle);
     RUN(wait_for_a_handle_fails);
