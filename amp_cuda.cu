@@ -139,6 +139,7 @@ struct ampc_blas {
     int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
+    int tuning;                     /* threads that measure a product now; atomic */
     pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
     int found;                      /* 1 if there are tuned plans that plans_load did not load */
@@ -238,6 +239,7 @@ struct ampc_features {
     bool fp8_blocks, fp8_mx;        /* cuBLASLt multiplies fp8 with scales per block; with scales per 32 values */
     bool tensor_cores;              /* kernels of this file use them; in code for older GPUs these are empty */
     bool warpgroups;                /* attention uses wgmma and TMA, which only code for sm_90a has */
+    bool pools;                     /* CUDA has memory that is taken and given back in a stream's order */
 };
 enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
 /* 1 if this toolkit's cuBLASLt has scales per block. */
@@ -890,12 +892,20 @@ template <class T> __device__ __forceinline__ T ampc_block_max(T x, T *scratch) 
    most an eighth is lost to rounding.  The arena notes the last owner of each idle block, which is a stream or a graph.
    A stream's later work runs after all work that uses the block, so only that stream may reuse the block at once.  A
    graph uses its blocks again at every launch.  When CUDA has no more memory, blocks that no graph holds go back to
-   CUDA, and the request is tried once more. */
+   CUDA, and the request is tried once more.
+
+   The program may destroy any stream but the context's, without waiting for its work, and a new stream may then have
+   the same handle.  Therefore an event marks the end of each use by such a stream, and the next use in a stream of that
+   handle waits for the event.  cudaStreamGetId would tell the two streams apart, but not when the first one's work is
+   done, and needs CUDA 12. */
 
 struct ampc_block {
     void *data;
     size_t bytes;                   /* the size of its class */
     const void *owner;              /* a stream, an ampc_graph or an ampc_capture; NULL: unused */
+    cudaEvent_t used;               /* NULL before the first mark */
+    bool marked;                    /* `used` is recorded behind the last use */
+    bool ordered;                   /* taken while a product is measured; goes back after it, in its stream's order */
     ampc_block *next;
 };
 
@@ -905,6 +915,7 @@ struct ampc_graph {
     int capturing;
     int reduces;                    /* 1 if it exchanges data with other ranks */
     cudaGraphExec_t exec;
+    cudaEvent_t used;               /* behind its last launch on another stream than the context's; NULL: none yet */
     ampc_graph *next;
 };
 
@@ -915,6 +926,7 @@ struct ampc_capture {
     unsigned long long id;
     cudaStream_t stream;
     int holders;
+    bool lasting;                   /* no user object tells when the graph ends: held until the context is closed */
     ampc_capture *next;
 };
 
@@ -963,11 +975,14 @@ ampc_block **ampc_busy_bucket(ampc_device *dev, const void *data) {
     return &dev->busy[((uintptr_t)data >> 9) % AMPC_BUCKETS];
 }
 
-/* Hands one owner's idle blocks to another. */
+/* Hands one owner's idle blocks to another.  Nothing may use them any more if there is none. */
 void ampc_hand_over(ampc_device *dev, const void *from, const void *to) {
     for (int i = 0; i < AMPC_CLASSES; i++)
-        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next)
-            if (block->owner == from) block->owner = to;
+        for (ampc_block *block = dev->idle[i]; block != NULL; block = block->next) {
+            if (block->owner != from) continue;
+            block->owner = to;
+            if (to == NULL) block->marked = false;
+        }
 }
 
 void ampc_capture_release(void *held) {
@@ -975,11 +990,12 @@ void ampc_capture_release(void *held) {
     if (__atomic_sub_fetch(&capture->holders, 1, __ATOMIC_ACQ_REL) == 0) free(capture);
 }
 
-/* Releases the memory of captures whose graphs no longer exist.  If `all` is true, it does the same for the other
-   captures. */
+/* Releases the memory of captures whose graphs are known to exist no longer.  If `all` is true, it does the same for
+   the other captures. */
 void ampc_captures_end(ampc_device *dev, bool all) {
     for (ampc_capture **link = &dev->captures, *capture; (capture = *link) != NULL;) {
-        if (!all && __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1) { link = &capture->next; continue; }
+        const bool held = capture->lasting || __atomic_load_n(&capture->holders, __ATOMIC_ACQUIRE) > 1;
+        if (held && !all) { link = &capture->next; continue; }
         *link = capture->next;
         ampc_hand_over(dev, capture, NULL);
         ampc_capture_release(capture);
@@ -987,7 +1003,8 @@ void ampc_captures_end(ampc_device *dev, bool all) {
 }
 
 /* Makes the record of a stream's part in a capture that the program began.  The arena and the graph hold it.  If CUDA
-   makes no user object, it is held until the context is closed. */
+   makes no user object, or does not tie it to the graph, nothing tells when the graph ends.  Then the memory stays the
+   graph's until the context is closed. */
 ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaGraph_t graph) {
     cudaUserObject_t object;
     ampc_capture *capture = (ampc_capture *)malloc(sizeof *capture);
@@ -995,10 +1012,12 @@ ampc_capture *ampc_capture_new(unsigned long long id, cudaStream_t stream, cudaG
     capture->id = id;
     capture->stream = stream;
     capture->holders = 2;
-    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) ==
-            cudaSuccess &&
-        cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
-        (void)cudaUserObjectRelease(object, 1);
+    capture->lasting = true;
+    if (cudaUserObjectCreate(&object, capture, ampc_capture_release, 1, cudaUserObjectNoDestructorSync) != cudaSuccess)
+        capture->holders = 1;
+    else if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) != cudaSuccess)
+        (void)cudaUserObjectRelease(object, 1);         /* which takes its hold back */
+    else capture->lasting = false;
     (void)cudaGetLastError();
     return capture;
 }
@@ -1025,24 +1044,23 @@ const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned l
     return dev->captures = made;
 }
 
-/* The owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the graph that it
-   is being captured into.  NULL means that there was no memory for the record. */
-const void *ampc_owner_of(ampc_device *dev, cudaStream_t stream) {
+/* Sets *owner to the owner of scratch memory that is used on a stream.  It is the stream, or the stream's branch of the
+   graph that it is being captured into. */
+amp_result ampc_owner_of(ampc_device *dev, cudaStream_t stream, const char *kernel, const void **owner) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     cudaGraph_t captured = NULL;
-    if (ampc_capture_info(stream, &status, &id, &captured) != cudaSuccess) {
-        (void)cudaGetLastError();
-        return stream;
-    }
-    if (status != cudaStreamCaptureStatusActive) return stream;
-    const void *owner = ampc_capture_owner(dev, stream, id, NULL);
-    if (owner != NULL) return owner;
+    AMPC_TRY(ampc_check(dev, ampc_capture_info(stream, &status, &id, &captured), "cudaStreamGetCaptureInfo", NULL));
+    *owner = stream;
+    if (status != cudaStreamCaptureStatusActive) return AMP_OK;
+    *owner = ampc_capture_owner(dev, stream, id, NULL);
+    if (*owner != NULL) return AMP_OK;
     ampc_capture *made = ampc_capture_new(id, stream, captured);
-    owner = made == NULL ? NULL : ampc_capture_owner(dev, stream, id, made);
+    if (made == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
+    *owner = ampc_capture_owner(dev, stream, id, made);
     /* another thread that captures from the same stream was faster */
-    if (owner != made) ampc_capture_release(made);
-    return owner;
+    if (*owner != made) ampc_capture_release(made);
+    return AMP_OK;
 }
 
 /* The stream whose work uses an owner's memory.  *held is set to whether a graph may use the memory at any time. */
@@ -1057,10 +1075,11 @@ cudaStream_t ampc_stream_of(ampc_device *dev, const void *owner, bool *held) {
 }
 
 /* Gets memory from CUDA or from the program's allocator.  ampc_block_new refuses blocks of the latter that are aligned
-   less than CUDA's. */
+   less than CUDA's.  cudaFree takes memory of either kind. */
 enum { AMPC_ALIGN = 256 };
-cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes) {
-    if (dev->memory.alloc == NULL) return cudaMalloc(data, bytes);
+cudaError_t ampc_memory_get(ampc_device *dev, cudaStream_t stream, void **data, size_t bytes, bool ordered) {
+    if (dev->memory.alloc == NULL)
+        return ordered && dev->has.pools ? cudaMallocAsync(data, bytes, stream) : cudaMalloc(data, bytes);
     *data = dev->memory.alloc(dev->memory.user, bytes, dev->index, stream);
     return *data != NULL ? cudaSuccess : cudaErrorMemoryAllocation;
 }
@@ -1071,7 +1090,7 @@ void ampc_memory_give(ampc_device *dev, void *data, size_t bytes, void *stream) 
 }
 
 /* Takes idle blocks out of the arena.  Without `all`, it leaves those that a graph holds.  A block's owner is then the
-   stream in whose order it is given back. */
+   stream in whose order it is given back.  That is the context's if the owner may have been destroyed. */
 ampc_block *ampc_unused(ampc_device *dev, bool all) {
     ampc_block *unused = NULL;
     ampc_locked locked(dev);
@@ -1083,7 +1102,7 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
             cudaStream_t stream = ampc_stream_of(dev, block->owner, &held);
             if (held && !all) { link = &block->next; continue; }
             *link = block->next;
-            block->owner = stream;
+            block->owner = block->marked ? dev->stream : stream;
             block->next = unused;
             unused = block;
             dev->reserved -= (int64_t)block->bytes;
@@ -1092,18 +1111,48 @@ ampc_block *ampc_unused(ampc_device *dev, bool all) {
     return unused;
 }
 
-/* Gives these blocks back to CUDA, or to the program's allocator. */
+/* Gives these blocks back to CUDA, or to the program's allocator.  cudaFree waits for the device.  The program's
+   allocator may not wait, so this waits for the mark. */
 void ampc_trim(ampc_device *dev, bool all) {
     ampc_relaxed relaxed;
     for (ampc_block *block = ampc_unused(dev, all), *next; block != NULL; block = next) {
         next = block->next;
+        if (block->marked && dev->memory.alloc != NULL) (void)cudaEventSynchronize(block->used);
+        if (block->used != NULL) (void)cudaEventDestroy(block->used);
         ampc_memory_give(dev, block->data, block->bytes, const_cast<void *>(block->owner));
         dev->host.free(dev->host.user, block, sizeof *block);
     }
     (void)cudaGetLastError();
 }
 
-amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call) {
+/* Gives back the ordered memory that a stream has taken, in the stream's order.  Only if CUDA has no such memory, it
+   waits for the device, as cudaFree does. */
+void ampc_trim_ordered(ampc_device *dev, cudaStream_t stream) {
+    ampc_block *unused = NULL;
+    {
+        ampc_locked locked(dev);
+        for (int i = 0; i < AMPC_CLASSES; i++)
+            for (ampc_block **link = &dev->idle[i], *block; (block = *link) != NULL;) {
+                if (!block->ordered || block->owner != stream) { link = &block->next; continue; }
+                *link = block->next;
+                block->next = unused;
+                unused = block;
+                dev->reserved -= (int64_t)block->bytes;
+            }
+    }
+    for (ampc_block *block = unused, *next; block != NULL; block = next) {
+        next = block->next;
+        if (block->marked) (void)cudaStreamWaitEvent(stream, block->used, 0);
+        if (block->used != NULL) (void)cudaEventDestroy(block->used);
+        if (dev->memory.alloc != NULL || !dev->has.pools || cudaFreeAsync(block->data, stream) != cudaSuccess)
+            ampc_memory_give(dev, block->data, block->bytes, stream);
+        dev->host.free(dev->host.user, block, sizeof *block);
+    }
+    (void)cudaGetLastError();
+}
+
+amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, const char *call, bool ordered) {
+    const char *function = ordered && dev->has.pools ? "cudaMallocAsync" : "cudaMalloc";
     char hint[192];
     long long allocated, reserved;
     {
@@ -1113,24 +1162,25 @@ amp_result ampc_no_memory(ampc_device *dev, cudaError_t error, size_t bytes, con
     }
     snprintf(hint, sizeof hint, "%zu bytes for %s with %lld in use of %lld reserved: use a smaller batch", bytes, call,
              allocated, reserved);
-    return ampc_check(dev, error, dev->memory.alloc == NULL ? "cudaMalloc" : "the host's own alloc",
+    return ampc_check(dev, error, dev->memory.alloc == NULL ? function : "the host's own alloc",
                       error == cudaErrorMemoryAllocation ? hint : NULL);
 }
 
-/* Makes a block.  `stream` is the stream of its first use. */
-amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, ampc_block **out) {
+/* Makes a block.  `stream` is the stream of its first use, and an ordered block's only one. */
+amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, const char *call, bool ordered,
+                          ampc_block **out) {
     ampc_relaxed relaxed;
     ampc_block *block = (ampc_block *)dev->host.alloc(dev->host.user, sizeof *block, sizeof(void *));
     if (block == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, call, "no host memory for the arena's list");
-    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes);
+    cudaError_t error = ampc_memory_get(dev, stream, &block->data, bytes, ordered);
     if (error == cudaErrorMemoryAllocation) {
         (void)cudaGetLastError();
         ampc_trim(dev, false);
-        error = ampc_memory_get(dev, stream, &block->data, bytes);
+        error = ampc_memory_get(dev, stream, &block->data, bytes, ordered);
     }
     if (error != cudaSuccess) {
         dev->host.free(dev->host.user, block, sizeof *block);
-        return ampc_no_memory(dev, error, bytes, call);
+        return ampc_no_memory(dev, error, bytes, call, ordered);
     }
     if ((uintptr_t)block->data % AMPC_ALIGN != 0) {
         amp_result r = ampc_refuse(dev, AMP_ERR_RANGE, call,
@@ -1140,6 +1190,9 @@ amp_result ampc_block_new(ampc_device *dev, cudaStream_t stream, size_t bytes, c
         return r;
     }
     block->bytes = bytes;
+    block->used = NULL;
+    block->marked = false;
+    block->ordered = ordered;
     *out = block;
     return AMP_OK;
 }
@@ -1158,29 +1211,44 @@ ampc_block *ampc_idle(ampc_device *dev, const void *owner, size_t size, cudaStre
     return block;
 }
 
-/* Takes memory for `owner`.  The device must be current. */
-amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, void **data) {
+void ampc_give(ampc_device *dev, const void *data);
+
+/* Takes memory for `owner`, and for a while only if it is ordered.  The device must be current. */
+amp_result ampc_take(ampc_device *dev, const void *owner, size_t bytes, const char *call, bool ordered, void **data) {
     size_t size = ampc_class_bytes(bytes);
     cudaStream_t stream;
-    ampc_block **bucket, *block = ampc_idle(dev, owner, size, &stream);
+    ampc_block *block = ampc_idle(dev, owner, size, &stream);
     bool made = block == NULL;
-    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, &block));
-    ampc_locked locked(dev);
-    block->owner = owner;
-    bucket = ampc_busy_bucket(dev, block->data);
-    block->next = *bucket;
-    *bucket = block;
-    if (made) dev->reserved += (int64_t)size;
-    dev->allocated += (int64_t)size;
-    if (dev->allocated > dev->peak) dev->peak = dev->allocated;
+    if (made) AMPC_TRY(ampc_block_new(dev, stream, size, call, ordered, &block));
+    {
+        ampc_locked locked(dev);
+        ampc_block **bucket = ampc_busy_bucket(dev, block->data);
+        block->owner = owner;
+        block->next = *bucket;
+        *bucket = block;
+        if (made) dev->reserved += (int64_t)size;
+        dev->allocated += (int64_t)size;
+        if (dev->allocated > dev->peak) dev->peak = dev->allocated;
+    }
     *data = block->data;
-    return AMP_OK;
+    if (!block->marked) return AMP_OK;
+    amp_result result = ampc_check(dev, cudaStreamWaitEvent(stream, block->used, 0), "cudaStreamWaitEvent", NULL);
+    if (result == AMP_OK) return AMP_OK;
+    *data = NULL;
+    ampc_locked locked(dev);
+    ampc_give(dev, block->data);
+    return result;
+}
+
+/* The list's link to the block at this address.  It holds NULL if no such block is handed out. */
+ampc_block **ampc_busy_link(ampc_device *dev, const void *data) {
+    ampc_block **link = ampc_busy_bucket(dev, data);
+    while (*link != NULL && (*link)->data != data) link = &(*link)->next;
+    return link;
 }
 
 void ampc_give(ampc_device *dev, const void *data) {
-    ampc_block **link = ampc_busy_bucket(dev, data), *block;
-    while (*link != NULL && (*link)->data != data) link = &(*link)->next;
-    block = *link;
+    ampc_block **link = ampc_busy_link(dev, data), *block = *link;
     if (block == NULL) return;
     *link = block->next;
     block->next = dev->idle[ampc_class(block->bytes)];
@@ -1188,17 +1256,49 @@ void ampc_give(ampc_device *dev, const void *data) {
     dev->allocated -= (int64_t)block->bytes;
 }
 
+/* Marks the end of a stream's use of a block.  Without an event, this waits for the stream. */
+void ampc_mark(ampc_device *dev, ampc_block *block, cudaStream_t stream) {
+    cudaError_t error = cudaSuccess;
+    if (ampc_loss(dev) != cudaSuccess) return;
+    ampc_current current(dev);
+    if (block->used == NULL) error = cudaEventCreateWithFlags(&block->used, cudaEventDisableTiming);
+    if (error == cudaSuccess) error = cudaEventRecord(block->used, stream);
+    block->marked = error == cudaSuccess;
+    if (block->marked) return;
+    (void)cudaStreamSynchronize(stream);
+    (void)cudaGetLastError();
+    block->owner = NULL;
+}
+
+/* Takes back memory that is no longer used after the work that its owner has queued. */
+void ampc_release(ampc_device *dev, const void *data) {
+    cudaStream_t stream;
+    ampc_block *block;
+    {
+        bool held = true;
+        ampc_locked locked(dev);
+        block = *ampc_busy_link(dev, data);
+        stream = block == NULL ? dev->stream : ampc_stream_of(dev, block->owner, &held);
+        if (held || stream == dev->stream) {
+            ampc_give(dev, data);
+            return;
+        }
+    }
+    ampc_mark(dev, block, stream);
+    ampc_locked locked(dev);
+    ampc_give(dev, data);
+}
+
 amp_result ampc_scratch::get(size_t bytes, const char *kernel) {
     AMPC_ENTER(dev, kernel);
-    const void *owner = ampc_owner_of(dev, stream);
-    if (owner == NULL) return ampc_refuse(dev, AMP_ERR_MEMORY, kernel, "no host memory for the capture");
-    return ampc_take(dev, owner, bytes, kernel, &data);
+    const void *owner;
+    AMPC_TRY(ampc_owner_of(dev, stream, kernel, &owner));
+    const bool ordered = owner == stream && __atomic_load_n(&dev->blas.tuning, __ATOMIC_RELAXED) > 0;
+    return ampc_take(dev, owner, bytes, kernel, ordered, &data);
 }
 
 ampc_scratch::~ampc_scratch() {
-    if (data == NULL) return;
-    ampc_locked locked(dev);
-    ampc_give(dev, data);
+    if (data != NULL) ampc_release(dev, data);
 }
 
 /* ==== 6 >>backends: runtime ====
@@ -1271,6 +1371,7 @@ amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop, int wgmm
     has->multiprocessors = prop.multiProcessorCount;
     has->shared_limit = prop.sharedMemPerBlockOptin;
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
+    has->pools = prop.memoryPoolsSupported != 0;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
     /* see "Narrow Precision Data Types Usage" in cuBLAS's manual; since CUDA 12.9 and 12.8 */
@@ -1386,15 +1487,13 @@ amp_result ampc_alloc(void *device, void **ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     *ptr = NULL;
     AMPC_ENTER(dev, "amp_alloc");
-    return ampc_take(dev, dev->stream, bytes, "amp_alloc", ptr);
+    return ampc_take(dev, dev->stream, bytes, "amp_alloc", false, ptr);
 }
 
 void ampc_free(void *device, void *ptr, size_t bytes) {
     ampc_device *dev = (ampc_device *)device;
     (void)bytes;
-    if (ptr == NULL) return;
-    ampc_locked locked(dev);
-    ampc_give(dev, ptr);
+    if (ptr != NULL) ampc_release(dev, ptr);
 }
 
 amp_result ampc_trim_idle(void *device) {
@@ -1619,6 +1718,7 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     graph->capturing = 1;
     graph->reduces = 0;
     graph->exec = NULL;
+    graph->used = NULL;
     result = ampc_check(dev, cudaStreamBeginCapture(graph->stream, cudaStreamCaptureModeThreadLocal),
                         "cudaStreamBeginCapture", "end the capture that is running on this stream first");
     if (result != AMP_OK) {
@@ -1631,13 +1731,20 @@ amp_result ampc_graph_begin(void *device, void *stream) {
     return AMP_OK;
 }
 
-/* Takes the graph out of the list.  The stream of its last launch becomes the owner of its scratch memory. */
+/* Takes the graph out of the list.  If its last launch was on the context's stream, that becomes the owner of its
+   scratch memory.  Otherwise the graph's work is done, and any stream may have the memory. */
 void ampc_graph_forget(ampc_device *dev, ampc_graph *graph) {
     ampc_graph **link = &dev->graphs;
     ampc_locked locked(dev);
     while (*link != NULL && *link != graph) link = &(*link)->next;
     if (*link != NULL) *link = graph->next;
-    ampc_hand_over(dev, graph, graph->stream);
+    ampc_hand_over(dev, graph, graph->stream == dev->stream ? graph->stream : NULL);
+}
+
+/* Waits for a launch on another stream than the context's.  The program may have destroyed that stream. */
+void ampc_graph_wait(const ampc_graph *graph) {
+    ampc_relaxed relaxed;
+    (void)cudaEventSynchronize(graph->used);
 }
 
 void ampc_graph_destroy(void *device, void *made) {
@@ -1648,6 +1755,8 @@ void ampc_graph_destroy(void *device, void *made) {
         ampc_current current(dev);
         if (graph->capturing) ampc_capture_drop(dev, graph->stream);
         if (graph->exec != NULL) (void)cudaGraphExecDestroy(graph->exec);
+        if (graph->used != NULL && graph->stream != dev->stream) ampc_graph_wait(graph);
+        if (graph->used != NULL) (void)cudaEventDestroy(graph->used);
         (void)cudaGetLastError();
     }
     ampc_graph_forget(dev, graph);
@@ -1677,6 +1786,15 @@ amp_result ampc_graph_end(void *device, void *stream, void **out) {
     return result;
 }
 
+/* Marks the end of a launch on another stream than the context's. */
+amp_result ampc_graph_mark(ampc_device *dev, ampc_graph *graph, cudaStream_t stream) {
+    if (stream == dev->stream) return AMP_OK;
+    if (graph->used == NULL)
+        AMPC_TRY(ampc_check(dev, cudaEventCreateWithFlags(&graph->used, cudaEventDisableTiming),
+                            "cudaEventCreateWithFlags", NULL));
+    return ampc_check(dev, cudaEventRecord(graph->used, stream), "cudaEventRecord", NULL);
+}
+
 amp_result ampc_graph_launch(void *device, void *made, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     ampc_graph *graph = (ampc_graph *)made;
@@ -1686,6 +1804,7 @@ amp_result ampc_graph_launch(void *device, void *made, void *stream) {
         graph->stream = ampc_stream(dev, stream);
     }
     AMPC_TRY(ampc_check(dev, cudaGraphLaunch(graph->exec, ampc_stream(dev, stream)), "cudaGraphLaunch", NULL));
+    AMPC_TRY(ampc_graph_mark(dev, graph, ampc_stream(dev, stream)));
     return graph->reduces ? ampc_ranks_note(dev, ampc_stream(dev, stream)) : AMP_OK;
 }
 
@@ -5762,21 +5881,24 @@ void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device,
    that skips part of k. */
 
 enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_PART = 4 };        /* the buffers take at most a quarter of the GPU's memory */
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
 
 /* The buffers of a product.  There are `sets` of them, so that the next run does not read from the cache.  The last set
-   holds the correct results. */
+   holds the correct results, and has the inputs of the first.  The product of GPT-2's head with 64 sequences of 1024
+   thus takes 13.4 GB forward, twice its logits, and 6.7 GB for each gradient. */
 struct ampc_tuning {
     ampc_device *dev;
     void *stream;
     amp_k_gemm g;                   /* the caller's product */
     ampc_plan *plan;
-    size_t bytes;                   /* bytes of one set */
+    size_t bytes, results;          /* of one set; of those, its results */
     int sets, timed;                /* timed: how many sets the runs alternate between */
     ampc_scratch scratch;
     void *from, *to;                /* events */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
-        : dev(d), stream(s), g(args), plan(p), bytes(0), scratch(d, s), from(NULL), to(NULL) {}
+        : dev(d), stream(s), g(args), plan(p), bytes(0), results(0), sets(0), timed(0), scratch(d, s), from(NULL),
+          to(NULL) {}
     ~ampc_tuning() { ampc_event_destroy(dev, from), ampc_event_destroy(dev, to); }
 };
 
@@ -5784,22 +5906,25 @@ int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c +
 int64_t ampc_extent_pre(const amp_k_gemm &g) { return (g.m - 1) * g.ld_pre + g.n; }
 
 /* The product on set i.  Its buffers are consecutive, and each is aligned as the caller's is.  *bytes is set to their
-   total. */
-amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL) {
+   total, and *results to that of all but a, b and the bias. */
+amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL, size_t *results = NULL) {
     amp_k_gemm g = t->g;
-    uintptr_t set = (uintptr_t)t->scratch.data + (size_t)i * t->bytes, end = set;
+    const uintptr_t first = (uintptr_t)t->scratch.data, set = first + (size_t)i * t->bytes;
+    uintptr_t end = set;
     auto place = [&](const void *p, int64_t elements, amp_dtype dtype) {
         uintptr_t at = end + ((uintptr_t)p & 255);
         if (p != NULL) end = (at + (size_t)(elements * ampc_dtype_size(dtype)) + 255) & ~(uintptr_t)255;
         return p != NULL ? (void *)at : NULL;
     };
-    g.a = place(g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype);
-    g.b = place(g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype);
     g.c = place(g.c, ampc_extent_c(g), g.c_dtype);
     g.pre = place(g.pre, ampc_extent_pre(g), g.pre_dtype);
-    g.bias = place(g.bias, g.n, g.bias_dtype);
     g.row_sum.data = place(g.row_sum.data, g.m, g.row_sum.dtype);
     g.column_sum.data = place(g.column_sum.data, g.n, g.column_sum.dtype);
+    if (results != NULL) *results = end - set;
+    if (i > 0 && i == t->sets - 1) end = first + (end - set);
+    g.a = place(g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype);
+    g.b = place(g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype);
+    g.bias = place(g.bias, g.n, g.bias_dtype);
     if (bytes != NULL) *bytes = end - set;
     return g;
 }
@@ -5845,14 +5970,18 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
     return AMP_OK;
 }
 
-/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing. */
+/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing.  Fails
+   with AMP_ERR_MEMORY if two sets are too large. */
 amp_result ampc_tune_open(ampc_tuning *t) {
-    int64_t sets;
-    (void)ampc_tune_set(t, 0, &t->bytes);
-    sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
+    const size_t most = (size_t)t->dev->info.memory / AMPC_TUNE_PART;
+    size_t all;
+    (void)ampc_tune_set(t, 0, &t->bytes, &t->results);
+    const int64_t sets = 2 + 2 * t->dev->blas.cache / (int64_t)t->bytes;
     t->sets = sets < AMPC_TUNE_SETS ? (int)sets : (int)AMPC_TUNE_SETS;
+    while (all = t->bytes * (size_t)(t->sets - 1) + t->results, ampc_class_bytes(all) > most)
+        if (--t->sets < 2) return AMP_ERR_MEMORY;
     t->timed = t->sets - 1;
-    AMPC_TRY(t->scratch.get(t->bytes * (size_t)t->sets, "autotune"));
+    AMPC_TRY(t->scratch.get(all, "autotune"));
     for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
     AMPC_TRY(ampc_event_create(t->dev, &t->from, 1));
     return ampc_event_create(t->dev, &t->to, 1);
@@ -6042,7 +6171,8 @@ amp_result ampc_tune_plan(ampc_tuning *t) {
 }
 
 /* Measures a plan.  Without enough memory the plan stays as it was.  The memory goes back to CUDA afterwards, because
-   it may be much.  `plan` is the caller's copy; other threads see its findings once it is measured. */
+   it may be much.  It goes back in the stream's order, so that work in other streams is not waited for.  `plan` is the
+   caller's copy; other threads see its findings once it is measured. */
 amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, void *stream) {
     ampc_plan before = *plan;
     amp_result result;
@@ -6052,6 +6182,7 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     if (ampc_bias_copied(g)) alone.bias = g.bias_copy, alone.bias_dtype = g.c_dtype;
     alone.bias_copy = NULL;
     plan->tuned = 1;
+    __atomic_add_fetch(&dev->blas.tuning, 1, __ATOMIC_RELAXED);
     {
         ampc_tuning t(dev, alone, plan, stream);
         result = ampc_tune_plan(&t);
@@ -6065,7 +6196,8 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
     }
     ampc_plan_learn(dev, *plan);
     if (result == AMP_OK) __atomic_store_n(&dev->blas.found, 1, __ATOMIC_RELAXED);
-    ampc_trim(dev, false);
+    __atomic_sub_fetch(&dev->blas.tuning, 1, __ATOMIC_RELAXED);
+    ampc_trim_ordered(dev, ampc_stream(dev, stream));
     return result == AMP_ERR_MEMORY ? AMP_OK : result;
 }
 

@@ -153,10 +153,12 @@ struct model_state {
     bool letter = false;        /* the image's */
     int driver = 13000;
     size_t memory = (size_t)1 << 30;
-    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0;
+    int hidden = 1, pointer_check = 1, patience = 1, yielding = 0, pools = 1;
     coc_schedule schedule = COC_LATE;
     std::map<void *, pinned_memory> pinned;
-    std::map<CUstream_st *, stream_ref> streams;
+    std::map<CUstream_st *, stream_ref> streams;            /* by handle */
+    std::deque<char> handle_places;             /* whose addresses are handles of streams */
+    std::vector<cudaStream_t> free_handles;     /* of destroyed streams */
     std::vector<stream_ref> retired;          /* destroyed with work left */
     std::vector<scratch_use> scratch;           /* of work that has not run */
     std::map<CUevent_st *, std::shared_ptr<CUevent_st>> events;
@@ -868,7 +870,8 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
     prop->major = m.capability / 10;
     prop->minor = m.capability % 10;
     prop->multiProcessorCount = m.multiprocessors;
-    prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = prop->memoryPoolsSupported = 1;
+    prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = 1;
+    prop->memoryPoolsSupported = m.pools;
     prop->asyncEngineCount = 2;
     prop->memoryBusWidth = 5120;
     prop->l2CacheSize = 50 << 20;
@@ -903,7 +906,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, in
         case cudaDevAttrMultiProcessorCount: *value = m.multiprocessors; break;
         case cudaDevAttrIntegrated: case cudaDevAttrEccEnabled: *value = 0; break;
         case cudaDevAttrCanMapHostMemory: case cudaDevAttrConcurrentKernels: case cudaDevAttrUnifiedAddressing:
-        case cudaDevAttrMemoryPoolsSupported: *value = 1; break;
+            *value = 1;
+            break;
+        case cudaDevAttrMemoryPoolsSupported: *value = m.pools; break;
         case cudaDevAttrL2CacheSize: *value = 50 << 20; break;
         case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
         case cudaDevAttrAsyncEngineCount: *value = 2; break;
@@ -1065,6 +1070,7 @@ cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t handle) {
     COC_CALL(ALLOCATES | NOT_IN_CAPTURE);
     if (pointer == nullptr) return call.done(cudaErrorInvalidValue);
     if (!stream_of(handle)) return call.done(cudaErrorInvalidResourceHandle);
+    if (!model().pools) return call.done(cudaErrorNotSupported);
     *pointer = size ? take_memory(current_device, size, false) : nullptr;
     return call.done(*pointer || size == 0 ? cudaSuccess : cudaErrorMemoryAllocation);
 }
@@ -1263,14 +1269,25 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 /* ---- Streams */
 
 namespace {
+/* The handle of the stream that was destroyed last, or a new one. */
+cudaStream_t take_handle() {
+    model_state &m = model();
+    if (m.free_handles.empty()) {
+        m.handle_places.push_back(0);
+        return (cudaStream_t)(void *)&m.handle_places.back();
+    }
+    cudaStream_t handle = m.free_handles.back();
+    m.free_handles.pop_back();
+    return handle;
+}
 cudaError_t make_stream(cudaStream_t *handle, unsigned flags) {
     if (handle == nullptr || (flags & ~(unsigned)cudaStreamNonBlocking)) return cudaErrorInvalidValue;
     stream_ref stream = std::make_shared<CUstream_st>();
     stream->device = current_device;
     stream->flags = flags;
     (void)device(current_device);
-    model().streams[stream.get()] = stream;
-    *handle = stream.get();
+    *handle = take_handle();
+    model().streams[*handle] = stream;
     return cudaSuccess;
 }
 } // namespace
@@ -1313,6 +1330,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     if (!stream->queue.empty()) model().retired.push_back(stream);
     if (stream->capturing) stream->capturing->invalid = true;
     model().streams.erase(handle);
+    model().free_handles.push_back(handle);
     return cudaSuccess;
 }
 
@@ -1794,6 +1812,7 @@ void coc_set_modelled_clock(int modelled) { model().modelled_clock = modelled; }
 void coc_set_launch_time(double microseconds) { model().launch_time = microseconds * 1e-6; }
 void coc_set_patience(int queries) { model().patience = queries; }
 void coc_set_yielding(int yielding) { model().yielding = yielding; }
+void coc_set_pools(int pools) { model().pools = pools; }
 void coc_set_pointer_check(int check) { model().pointer_check = check; }
 
 void coc_set_hidden(int hidden) {
@@ -1899,6 +1918,8 @@ void coc_reset() {
         for (auto &stream : all_streams((int)i)) stream->queue.clear();
     m.scratch.clear();
     m.streams.clear();
+    m.free_handles.clear();
+    m.handle_places.clear();
     m.retired.clear();
     m.events.clear();
     m.graphs.clear();

@@ -207,7 +207,7 @@ CUDA_TEST(each_call_of_cuda) {
 /* Measuring makes many calls that are alike: a sample of them. */
 CUDA_TEST(each_call_of_autotuning) {
     for (const char *name : {"product with sums"})
-        for (const char *function : {"cudaMalloc", "cudaLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync", "cudaStreamSynchronize",
+        for (const char *function : {"cudaMallocAsync", "cudaLaunchKernel", "cudaMemsetAsync", "cudaMemcpyAsync", "cudaStreamSynchronize",
                                      "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventQuery", "cudaEventElapsedTime"}) {
             int n = 1;
             for (; n < 400 && failing(case_of(name), 1, function, n, false); n += n < 5 ? 1 : n) {}

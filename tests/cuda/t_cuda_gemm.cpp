@@ -1124,7 +1124,7 @@ CUDA_TEST(autotune_times_epilogues) {
 CUDA_TEST(autotune_that_fails) {
     coc_set_modelled_clock(1);
     coc_set_blas_time(COC_BLAS_NARROW, 5);
-    for (const char *call : {"cudaMalloc", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventElapsedTime"})
+    for (const char *call : {"cudaMalloc", "cudaMallocAsync", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventElapsedTime"})
         for (int n = 1; n < 30; n += 4) {
             tuning t("");
             coc_fail(call, n, cudaErrorMemoryAllocation);
@@ -1136,9 +1136,67 @@ CUDA_TEST(autotune_that_fails) {
         }
 }
 
-/* Whatever is chosen is right: this one runs on a GPU too. */
 static std::string autotune_log;
 static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
+
+/* Measures a product of c[16, 8], k = 40, in fp32, whose rows are far apart in a and in c, so that its buffers are large.
+   Returns the bytes that this takes beyond the operands.  The log is left in autotune_log. */
+static int64_t autotune_takes(int64_t lda, int64_t ldc, bool pools) {
+    const amp_backend *b = amp_cuda();
+    amp_backend_desc d = {};
+    amp_host host = *cuda_host();
+    amp_k_gemm g = {};
+    amp_memory_info before = {}, after = {};
+    cudaStream_t other = NULL;
+    void *dev = NULL;
+    bool ran = false;
+    coc_set_pools(pools);
+    autotune_log.clear();
+    host.log = autotune_logs;
+    d.autotune = 1;
+    CHECK_EQ(b->open(&dev, &host, &d), AMP_OK);
+    CHECK_EQ(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking), cudaSuccess);
+    {
+        cuda_side memory(b);
+        g.m = 16, g.n = 8, g.k = 40, g.batch = 1, g.alpha = 1;
+        g.a = memory.room((size_t)(15 * lda + 40) * 4), g.b = memory.room(40 * 8 * 4), g.c = memory.room((size_t)(15 * ldc + 8) * 4);
+        g.a_dtype = g.b_dtype = g.c_dtype = g.compute = AMP_F32;
+        g.lda = lda, g.ldb = 8, g.ldc = ldc;
+        CHECK_EQ(cudaLaunchHostFunc(other, [](void *user) { *(bool *)user = true; }, &ran), cudaSuccess);
+        CHECK_EQ(b->memory(dev, &before), AMP_OK);
+        CHECK_EQ(b->gemm(dev, &g, NULL), AMP_OK);
+        CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+        CHECK_EQ(b->memory(dev, &after), AMP_OK);
+        CHECK_MSG(ran == !pools, "measuring %s for another stream's work", ran ? "waits" : "does not wait");
+        CHECK_MSG(after.reserved == before.reserved, "%lld bytes more reserved", (long long)(after.reserved - before.reserved));
+        CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    }
+    b->close(dev);
+    CHECK_EQ(cudaStreamDestroy(other), cudaSuccess);
+    return after.peak;
+}
+/* Its buffers take at most a quarter of the GPU's memory, besides what any product takes.  It has large inputs once, and
+   gives its memory back without waiting for other streams, unless CUDA cannot.  In rows of 2^21 numbers, a and c have 126 MB
+   each. */
+CUDA_TEST(autotune_memory) {
+    const int64_t row = (int64_t)1 << 21, matrix = 15 * row * 4, quarter = (int64_t)1 << 28, others = 33 << 20;
+    auto logged = [](const char *text) { return autotune_log.find(text) != std::string::npos; };
+    coc_set_modelled_clock(1);
+    for (bool pools : {true, false}) {
+        int64_t inputs = autotune_takes(row, 8, pools);
+        CHECK_MSG(inputs > matrix && inputs < matrix * 3 / 2, "large inputs: %lld bytes", (long long)inputs);
+        CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+    }
+    int64_t outputs = autotune_takes(40, row, true);
+    CHECK_MSG(outputs > 2 * matrix && outputs <= quarter + others, "large results: %lld bytes", (long long)outputs);
+    CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+    int64_t refused = autotune_takes(40, 2 * row, true);
+    CHECK_MSG(refused < matrix, "too large results: %lld bytes", (long long)refused);
+    CHECK_MSG(logged("not measured, for lack of memory"), "%s", autotune_log.c_str());
+    coc_set_pools(1);
+}
+
+/* Whatever is chosen is right: this one runs on a GPU too. */
 CUDA_TEST(autotune_is_right) {
     const amp_dtype h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
     static const gemm_case cases[] = {
@@ -1297,6 +1355,7 @@ int main(int argc, char **argv) {
     RUN(autotune_finds_wrong_algorithms);
     RUN(autotune_times_epilogues);
     RUN(autotune_that_fails);
+    RUN(autotune_memory);
     RUN(autotune_is_right);
     RUN(autotune_file);
     RUN(autotune_file_damaged);

@@ -1563,6 +1563,72 @@ TEST(branches_of_a_capture) {
     CHECK_EQ(coc_faults(), 0);
 }
 
+/* Without a user object nothing tells when a captured graph ends: its memory stays its own until the context is closed. */
+TEST(captures_without_user_objects) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail need the model");
+    for (const char *function : {"cudaUserObjectCreate", "cudaGraphRetainUserObject"}) {
+        coc_reset();
+        cudaStream_t stream = NULL;
+        CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        {
+            side x(amp_cuda(), 0, stream);
+            std::vector<float> values(600 * 40, 1.0f), sums;
+            cudaGraph_t graph = NULL;
+            cudaGraphExec_t exec = NULL;
+            amp_k_column_sum k = {}, other = {};
+            amp_memory_info before, captured, after;
+            k.x = other.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40};
+            k.out = x.up(values.data(), 160), other.out = x.up(values.data(), 160);
+            k.out_dtype = other.out_dtype = AMP_F32;
+            x.b->memory(x.dev, &before);
+            CHECK_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            coc_fail(function, 1, cudaErrorUnknown);
+            CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_OK);
+            CHECK(!coc_fail_pending());
+            CHECK_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            CHECK(cudaGraphInstantiate(&exec, graph, 0) == cudaSuccess && cudaGraphDestroy(graph) == cudaSuccess);
+            x.b->memory(x.dev, &captured);
+            CHECK_EQ(x.b->column_sum(x.dev, &other, NULL), AMP_OK);
+            x.b->memory(x.dev, &after);
+            CHECK(captured.reserved > before.reserved);
+            CHECK_MSG(after.reserved - captured.reserved == captured.reserved - before.reserved,
+                      "%s failed: other work got the graph's memory", function);
+            CHECK_EQ(x.b->trim(x.dev), AMP_OK);
+            x.b->memory(x.dev, &after);
+            CHECK_MSG(after.reserved == captured.reserved, "%s failed: the graph's memory went back to CUDA", function);
+            CHECK_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+            sums.resize(40);
+            x.down(&sums, k.out);
+            CHECK(sums[0] == 600 && sums[39] == 600);
+            CHECK_EQ(cudaGraphExecDestroy(exec), cudaSuccess);
+        }
+        CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+        CHECK_EQ(coc_living().allocations, 0);
+        CHECK_EQ(coc_faults(), 0);
+    }
+}
+
+/* If CUDA does not say whether a stream is captured, the call fails: with the stream's memory, work outside the graph would
+   use what the graph uses. */
+TEST(captures_that_cannot_be_seen) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail need the model");
+    coc_reset();
+    {
+        side x(amp_cuda());
+        std::vector<float> values(600 * 40, 1.0f);
+        amp_k_column_sum k = {};
+        k.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40}, k.out = x.up(values.data(), 160), k.out_dtype = AMP_F32;
+        coc_fail("cudaStreamGetCaptureInfo", 1, cudaErrorUnknown);
+        CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_ERR_DEVICE);
+        CHECK_MSG(last_text.find("cudaStreamGetCaptureInfo") != std::string::npos && last_text.find("cudaErrorUnknown") != std::string::npos,
+                  "%s", last_text.c_str());
+        CHECK_EQ(x.b->column_sum(x.dev, &k, NULL), AMP_OK);
+        CHECK(x.one<float>(k.out) == 600);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
 /* Memory of a graph whose stream is gone is given back on the context's stream. */
 static std::vector<void *> given_back;
 static void *plain_memory(void *, size_t size, int, void *) {
@@ -1598,6 +1664,114 @@ TEST(graph_outlives_its_stream) {
         x.b->graph_destroy(x.dev, graph);
     }
     CHECK(given_back.size() > 3);
+    for (void *s : given_back) CHECK(s != stream && s == given_back[0]);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* The program destroys a stream with work left, and the next stream has the same handle.  The two streams' work must not
+   share scratch memory at the same time.  ways: the first work is the call itself, or a graph that is destroyed too; then the
+   event that marks its end cannot be made, or cannot be recorded. */
+struct column_sums_of {
+    side &x;
+    amp_k_column_sum k = {};
+    column_sums_of(side &on, float value) : x(on) {
+        std::vector<float> values(600 * 40, value);
+        k.x = amp_mat{x.up(values), AMP_F32, 0, 600, 40, 40}, k.out = x.up(values.data(), 160), k.out_dtype = AMP_F32;
+        CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);
+    }
+    amp_result run(cudaStream_t stream) const { return x.b->column_sum(x.dev, &k, stream); }
+    float sum() const {
+        std::vector<float> sums(40);
+        x.down(&sums, k.out);
+        return sums[0] == sums[39] ? sums[0] : NAN;
+    }
+};
+static void sum_on_streams_of_one_handle(int way, std::string *results) {
+    side x(amp_cuda());
+    column_sums_of first(x, 1), second(x, 2), own(x, 3);
+    cudaStream_t stream = NULL, again = NULL;
+    void *graph = NULL;
+    CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    if (way == 1) {
+        CHECK_EQ(x.b->graph_begin(x.dev, stream), AMP_OK);
+        CHECK_EQ(first.run(stream), AMP_OK);
+        CHECK_EQ(x.b->graph_end(x.dev, stream, &graph), AMP_OK);
+        CHECK_EQ(x.b->graph_launch(x.dev, graph, stream), AMP_OK);
+    } else {
+        if (way > 1) coc_fail(way == 2 ? "cudaEventCreateWithFlags" : "cudaEventRecord", 1, cudaErrorUnknown);
+        CHECK_EQ(first.run(stream), AMP_OK);
+        if (way > 1) CHECK(!coc_fail_pending());
+    }
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    x.b->graph_destroy(x.dev, graph);
+    CHECK_EQ(cudaStreamCreateWithFlags(&again, cudaStreamNonBlocking), cudaSuccess);
+    if (CUDA_IS_MODEL) CHECK(again == stream);
+    CHECK_EQ(second.run(again), AMP_OK);
+    CHECK_EQ(own.run(NULL), AMP_OK);
+    CHECK_EQ(x.b->stream_sync(x.dev, NULL), AMP_OK);        /* other work that may run does */
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_MSG(first.sum() == 600 && second.sum() == 1200 && own.sum() == 1800, "way %d: %g %g %g", way, (double)first.sum(),
+              (double)second.sum(), (double)own.sum());
+    results->append(std::to_string(second.sum()));
+    CHECK_EQ(cudaStreamDestroy(again), cudaSuccess);
+}
+TEST(streams_of_one_handle) {
+    coc_reset();
+    for (int way = 0; way < (CUDA_IS_MODEL ? 4 : 2); way++) {
+        std::string difference = coc_every_order([=](std::string *results) { sum_on_streams_of_one_handle(way, results); });
+        CHECK_MSG(difference.empty(), "way %d: %s", way, difference.c_str());
+        CHECK_EQ(coc_living().events, 0);
+    }
+    CHECK_EQ(coc_living().allocations, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* The wait for that event may fail: the call says so, and the memory is there for the next. */
+TEST(wait_for_a_handle_fails) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail need the model");
+    coc_reset();
+    cudaStream_t stream = NULL;
+    CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+    {
+        side x(amp_cuda());
+        column_sums_of work(x, 1);
+        amp_memory_info before, after;
+        CHECK_EQ(work.run(stream), AMP_OK);
+        x.b->memory(x.dev, &before);
+        coc_fail("cudaStreamWaitEvent", 1, cudaErrorUnknown);
+        CHECK_EQ(work.run(stream), AMP_ERR_DEVICE);
+        CHECK_MSG(last_text.find("cudaStreamWaitEvent") != std::string::npos, "%s", last_text.c_str());
+        CHECK_EQ(work.run(stream), AMP_OK);
+        x.b->memory(x.dev, &after);
+        CHECK(before.reserved == after.reserved && before.allocated == after.allocated);
+        CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+        CHECK(work.sum() == 600);
+    }
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    CHECK_EQ(coc_living().allocations + coc_living().events, 0);
+    CHECK_EQ(coc_faults(), 0);
+}
+
+/* The program's allocator gets a stream that still exists, and memory whose work is done. */
+TEST(memory_of_destroyed_streams) {
+    coc_reset();
+    amp_device_memory memory;
+    memset(&memory, 0, sizeof memory);
+    memory.alloc = plain_memory;
+    memory.free = noted_release;
+    given_back.clear();
+    cudaStream_t stream = NULL;
+    {
+        side x(amp_cuda(), 0, NULL, &memory);
+        column_sums_of work(x, 1);
+        CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+        CHECK_EQ(work.run(stream), AMP_OK);
+        CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+        CHECK_EQ(x.b->trim(x.dev), AMP_OK);
+        CHECK_EQ(given_back.size(), 1);
+        CHECK(work.sum() == 600);
+    }
+    CHECK(given_back.size() == 3);
     for (void *s : given_back) CHECK(s != stream && s == given_back[0]);
     CHECK_EQ(coc_faults(), 0);
 }
@@ -2075,7 +2249,12 @@ int main(int argc, char **argv) {
     RUN(graph_replays);
     RUN(host_captures);
     RUN(branches_of_a_capture);
+    RUN(captures_without_user_objects);
+    RUN(captures_that_cannot_be_seen);
     RUN(graph_outlives_its_stream);
+    RUN(streams_of_one_handle);
+    RUN(wait_for_a_handle_fails);
+    RUN(memory_of_destroyed_streams);
     RUN(graph_misuse);
     RUN(captures_left_open);
     RUN(images);

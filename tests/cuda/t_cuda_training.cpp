@@ -1700,6 +1700,128 @@ CUDA_TEST(graph_refusals) {
     amp_close(cpu);
 }
 
+/* ---- What goes wrong for good in a captured step: it is named, nothing hangs, and what can go on does */
+
+static long blocks_left = -1;           /* so many blocks more, then no memory; -1: no end */
+static void *scarce_alloc(void *, size_t bytes, int32_t, void *) {
+    void *p = NULL;
+    if (blocks_left == 0) return NULL;
+    if (blocks_left > 0) blocks_left--;
+    return cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+}
+static void scarce_free(void *, void *p, size_t, int32_t, void *) { CHECK(cudaFree(p) == cudaSuccess); }
+
+static amp_result whole_step(network *n) {
+    TRY(n->compute());
+    return amp_step(n->optimizer, n->scaler);
+}
+static void open_for_graphs(network *n, const amp_desc &d) {
+    CHECK_OK(n->open(d, AMP_NO_WORKERS));
+    CHECK_OK(n->for_graphs(0.25f));
+    CHECK_OK(n->next_copied());
+    CHECK_OK(whole_step(n));
+}
+
+/* The memory ends at each block that the capture takes.  The capture fails, and the training goes on. */
+CUDA_TEST(no_memory_in_a_captured_step) {
+    small_machine machine;
+    amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+    d.memory.alloc = scarce_alloc, d.memory.free = scarce_free;
+    std::string expected;
+    bool enough = false;
+    alarm(600);
+    for (long left = -1; left < 60 && !enough; left++) {
+        network gpu;
+        amp_graph *graph = NULL;
+        open_for_graphs(&gpu, d);
+        if (left >= 0) {
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            blocks_left = left;
+            amp_result result = whole_step(&gpu);
+            blocks_left = -1;
+            enough = result == AMP_OK;
+            if (!enough) {
+                CHECK_MSG(result == AMP_ERR_MEMORY && says("amp_cuda: ") && says("bytes for"), "%ld left: %d, %s", left, (int)result, amp_last_error());
+                CHECK_MSG((amp_graph_end(gpu.amp, &graph) == AMP_OK) == (graph != NULL), "%ld left", left);     /* of what was captured */
+            } else CHECK_OK(amp_graph_end(gpu.amp, &graph));
+            amp_graph_destroy(graph);
+        }
+        CHECK_OK(whole_step(&gpu));
+        CHECK_OK(amp_sync(gpu.amp));
+        if (left < 0) expected = gpu.weights();
+        CHECK_MSG(gpu.weights() == expected, "%ld blocks left: other weights than without a capture", left);
+        CHECK_MSG(!enough || left > 2, "the capture takes %ld blocks", left);
+    }
+    alarm(0);
+    CHECK(enough);
+}
+
+/* The GPU is lost while a step is captured, when the capture ends, and when the graph is launched. */
+CUDA_TEST(lost_in_a_captured_step) {
+    if (!CUDA_IS_MODEL) SKIP("calls that fail");
+    small_machine machine;
+    static const struct { const char *function; int n; } cases[] = {
+        {"cudaLaunchKernel", 1}, {"cudaLaunchKernel", 12}, {"cudaMemcpyAsync", 1}, {"cudaStreamEndCapture", 1},
+        {"cudaGraphInstantiate", 1}, {"cudaGraphLaunch", 1}};
+    alarm(600);
+    for (const auto &x : cases) {
+        host_logs = 0;
+        {
+            network gpu;
+            amp_graph *graph = NULL;
+            open_for_graphs(&gpu, settings(amp_cuda(), AMP_LEVEL_O1));
+            CHECK_OK(amp_graph_begin(gpu.amp));
+            coc_fail(x.function, x.n, cudaErrorIllegalAddress, 1);
+            amp_result result = whole_step(&gpu);
+            std::string said = result == AMP_OK ? "" : amp_last_error();
+            amp_result ended = amp_graph_end(gpu.amp, &graph);
+            if (result == AMP_OK) result = ended, said = ended == AMP_OK ? "" : amp_last_error();
+            CHECK((ended == AMP_OK) == (graph != NULL));
+            if (result == AMP_OK) result = amp_graph_launch(graph), said = amp_last_error();
+            CHECK_MSG(!coc_fail_pending(), "%s is not called %d times", x.function, x.n);
+            CHECK_MSG(result == AMP_ERR_DEVICE && said.find("cudaErrorIllegalAddress") != std::string::npos &&
+                      said.find(x.function) != std::string::npos, "call %d of %s: %d, %s", x.n, x.function, (int)result, said.c_str());
+            CHECK_ERR(whole_step(&gpu), AMP_ERR_DEVICE);
+            CHECK_EQ(amp_sync(gpu.amp), AMP_ERR_DEVICE);
+            CHECK(says("failed earlier with cudaErrorIllegalAddress"));
+            amp_graph_destroy(graph);
+        }
+        CHECK_MSG(host_logs == 1 && host_blocks == 0, "%s: %d logs, %ld blocks of host memory", x.function, host_logs, host_blocks);
+        (void)coc_take_faults();
+        coc_fail_clear();
+        coc_reset();
+    }
+    alarm(0);
+}
+
+/* The program destroys the context's stream.  CUDA promises nothing then; the model and most drivers know the handle no
+   longer, and each call says so. */
+CUDA_TEST(destroyed_stream) {
+    if (!CUDA_IS_MODEL) SKIP("undefined on a GPU");
+    cudaStream_t stream = NULL;
+    amp_desc d = settings(amp_cuda(), AMP_LEVEL_O1);
+    alarm(600);
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess);
+    d.stream = stream;
+    {
+        network gpu;
+        amp_graph *graph = NULL;
+        float x = 0;
+        open_for_graphs(&gpu, d);
+        CHECK_OK(amp_sync(gpu.amp));
+        CHECK(cudaStreamDestroy(stream) == cudaSuccess);
+        CHECK_ERR(whole_step(&gpu), AMP_ERR_DEVICE);
+        CHECK_MSG(says("cudaErrorInvalidResourceHandle"), "%s", amp_last_error());
+        CHECK_EQ(amp_sync(gpu.amp), AMP_ERR_DEVICE);
+        CHECK_MSG(says("cudaErrorInvalidResourceHandle"), "%s", amp_last_error());
+        CHECK_ERR(amp_copy(gpu.amp, &x, gpu.loss.loss, sizeof x, AMP_COPY_TO_HOST), AMP_ERR_DEVICE);
+        CHECK_ERR(amp_graph_begin(gpu.amp), AMP_ERR_DEVICE);
+        CHECK_MSG(says("cudaErrorInvalidResourceHandle"), "%s", amp_last_error());
+        CHECK_ERR(amp_graph_end(gpu.amp, &graph), AMP_ERR_STATE);
+    }
+    alarm(0);
+}
+
 /* The host gives up between amp_graph_begin and amp_graph_end, and starts again in another context. */
 CUDA_TEST(graph_given_up) {
     void *p = NULL;
@@ -2337,6 +2459,9 @@ int main(int argc, char **argv) {
     RUN(graph_is_the_step);
     RUN(graph_launch_is_cheap);
     RUN(graph_refusals);
+    RUN(no_memory_in_a_captured_step);
+    RUN(lost_in_a_captured_step);
+    RUN(destroyed_stream);
     RUN(graph_given_up);
     RUN_CI(graph_after_settings_change);
     RUN(recovers_with_graphs);

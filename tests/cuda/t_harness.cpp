@@ -1583,6 +1583,28 @@ HARNESS_TEST(destroyed_streams_finish) {
     cudaEventDestroy(e);
 }
 
+/* A new stream with the handle of a destroyed one has nothing to do with the work that the other left. */
+HARNESS_TEST(handles_are_used_again) {
+    array<int> a(1), b(1);
+    cudaStream_t s = new_stream(), other;
+    cudaEvent_t e = new_event();
+    a.zero(), b.zero();
+    cudaDeviceSynchronize();
+    launch(k_add, 1, 1, 0, s, a.data, 3);
+    cudaEventRecord(e, s);
+    CHECK_EQ(cudaStreamDestroy(s), cudaSuccess);
+    other = new_stream();
+    CHECK(other == s);
+    launch(k_add, 1, 1, 0, other, b.data, 5);
+    CHECK_EQ(cudaStreamSynchronize(other), cudaSuccess);
+    CHECK(a.get()[0] == 0 && b.get()[0] == 5);
+    CHECK_EQ(cudaEventSynchronize(e), cudaSuccess);
+    CHECK_EQ(a.get()[0], 3);
+    CHECK_EQ(cudaStreamDestroy(other), cudaSuccess);
+    CHECK_EQ(cudaStreamDestroy(other), cudaErrorInvalidResourceHandle);
+    cudaEventDestroy(e);
+}
+
 HARNESS_TEST(stream_ordered_memory) {
     int *a = nullptr;
     cudaStream_t s = new_stream();
@@ -2102,6 +2124,7 @@ int main(int argc, char **argv) {
     RUN(overwriting_shows);
     RUN(legacy_stream);
     RUN(destroyed_streams_finish);
+    RUN(handles_are_used_again);
     RUN(stream_ordered_memory);
     RUN(released_under_a_copy);
     RUN(host_functions);

@@ -20,7 +20,8 @@ void coc_set_last_blocks(unsigned blocks);
 /* ---- When work in streams runs.  All three schedules are legal.
    LATE: when a call waits for it, and only the work that the call needs.  EAGER: at the call.
    OTHERS_FIRST: as LATE, but all other work that may run at that moment runs before it.  Branches of a graph advance
-   together, step by step. */
+   together, step by step.
+   The work of a stream that is destroyed still runs.  The next stream that is created gets the same handle. */
 enum coc_schedule { COC_LATE = 0, COC_EAGER = 1, COC_OTHERS_FIRST = 2, COC_SCHEDULES = 3 };
 void coc_set_schedule(coc_schedule schedule);
 /* cudaEventQuery and cudaStreamQuery return "not ready" this many times (default 1) before unfinished work runs. */
@@ -41,6 +42,8 @@ void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiproces
 void coc_set_driver(int version);
 /* The GPU's number of the first byte of dynamic shared memory, as descriptors have it (default 1024). */
 void coc_set_shared_base(unsigned number);
+/* 0: the GPUs have no stream-ordered memory, and cudaMallocAsync is refused (default 1). */
+void coc_set_pools(int pools);
 /* 1 (default): device memory is hidden outside kernels and copies.  An access is recorded as a fault, and then succeeds. */
 void coc_set_hidden(int hidden);
 /* A pointer argument of a kernel must point to device memory, pinned memory or be NULL (default 1). */

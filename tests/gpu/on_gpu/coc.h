@@ -86,6 +86,7 @@ static inline void *coc_sparse_alloc(size_t bytes) {
 static inline void coc_set_devices(int, size_t = 0, int = 0, int = 0, int = 0) { coc_needs_model("other GPUs than the one here"); }
 static inline void coc_set_driver(int) { coc_needs_model("another driver"); }
 static inline void coc_set_shared_base(unsigned) { coc_needs_model("other addresses"); }
+static inline void coc_set_pools(int) { coc_needs_model("a GPU without stream-ordered memory"); }
 static inline coc_counts coc_count() { coc_needs_model("counts of calls"); }
 static inline long coc_calls(const char *) { coc_needs_model("counts of calls"); }
 static inline long coc_kernel_launches(const char *) { coc_needs_model("counts of launches"); }
