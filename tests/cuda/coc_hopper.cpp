@@ -325,8 +325,8 @@ void coc_tensor_fetch(void *to, const void *map, void *bar, int c0, int c1, int 
     if (copy.map.magic != COC_TENSOR_MAP) coc_trap(cudaErrorIllegalInstruction, "%s: no tensor map was encoded there", name);
     if (copy.map.rank != 4) coc_trap(cudaErrorIllegalInstruction, "%s of 4 dimensions: the map has %d", name, copy.map.rank);
     if (copy.map.device != coc_grid_now()->device)
-        coc_trap(cudaErrorIllegalAddress, "%s: the tensor map is not of device %d: %s", name, coc_grid_now()->device,
-                 coc_describe(copy.map.data).c_str());
+        coc_trap(cudaErrorIllegalAddress, "%s: the tensor map is of device %d, not of device %d", name, copy.map.device,
+                 coc_grid_now()->device);
     copy.bytes = copy.map.bytes;
     for (int d = 0; d < 4; d++) copy.bytes *= copy.map.box[d];
     (void)gate_at(h, bar, name);

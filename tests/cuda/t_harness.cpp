@@ -709,7 +709,7 @@ const std::vector<misuse> &misuses_of_copies() {
              coc_tensor_fetch(p.tile, (const char *)p.map + 8, p.gate, 0, 0, 0, 0);
          }},
         {"no tensor map was encoded there", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.no_map, p.gate, 0, 0, 0, 0); }},
-        {"the tensor map is not of device 0", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.far_map, p.gate, 0, 0, 0, 0); }},
+        {"the tensor map is of device 1, not of device 0", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.far_map, p.gate, 0, 0, 0, 0); }},
         {"of 4 dimensions: the map has 3", 1, [](const misuse_place &p) { coc_tensor_fetch(p.tile, p.flat_map, p.gate, 0, 0, 0, 0); }},
         {"cp.async.bulk.tensor of 8192 bytes to", 1, [](const misuse_place &p) {
              coc_tensor_fetch(p.tile + (32 << 10), p.map, p.gate, 0, 0, 0, 0);
@@ -910,6 +910,7 @@ HARNESS_TEST(warpgroups_need_the_letter) {
 __global__ void k_two_copies(uint32_t *out, const uint32_t *in) {
     unsigned char *room = coc_dynamic_shared();
     volatile uint32_t *tile = (volatile uint32_t *)room;
+    for (unsigned i = 0; i < 32; i++) tile[i] = 0;          /* which nobody may read any more once a copy is under way */
     for (int i = 0; i < 2; i++) coc_mbarrier_init(room + 128 + 8 * i, 1);
     coc_mbarriers_ready();
     __syncthreads();

@@ -39,7 +39,39 @@ static __device__ void fragment_mma_tf32(float (&)[4], const uint32_t (&)[4], co
 static __device__ void fragment_load(uint32_t (&)[4], const void *, bool) {}
 static __device__ void fragment_copy(void *, const void *, bool) {}
 #endif
+
+/* Empty but in code for sm_90a, as the functions are that they call. */
+static __device__ uint32_t fragment_number(const void *shared) { return ampc_shared_number(shared); }
+static __device__ void fragment_gate_init(void *gate, unsigned count) { ampc_gate_init(gate, count); }
+static __device__ void fragment_gates_ready() { ampc_gates_ready(); }
+static __device__ void fragment_expect(void *gate, unsigned bytes) { ampc_gate_expect(gate, bytes); }
+static __device__ void fragment_arrive(void *gate) { ampc_gate_arrive(gate); }
+static __device__ void fragment_gate_wait(void *gate, unsigned parity) { ampc_gate_wait(gate, parity); }
+static __device__ void fragment_bytes(void *to, const void *from, unsigned bytes, void *gate) {
+    ampc_bytes_fetch(to, from, bytes, gate);
+}
+static __device__ void fragment_box(void *to, const void *map, void *gate, int c0, int c1, int c2, int c3) {
+    ampc_box_fetch(to, (const ampc_tensor_map *)map, gate, c0, c1, c2, c3);
+}
+struct fragment_operands;
+template <int N, bool ACROSS>
+static __device__ void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o);
 #include "fragments.h"
+
+template <int N, bool BF16, bool ACROSS>
+static __device__ void fragment_group_of(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o) {
+    uint64_t right = ampc_descriptor(o.right, o.leading, 1024);
+    ampc_group_fence();
+    if (o.left) ampc_group_mma<N, BF16, ACROSS>(c, ampc_descriptor(o.left, 16, 1024), right, o.add);
+    else ampc_group_mma<N, BF16, ACROSS>(c, a, right, o.add);
+    ampc_group_commit();
+    ampc_group_wait<0>();
+}
+template <int N, bool ACROSS>
+static __device__ void fragment_group(float (&c)[N / 8][4], const uint32_t (&a)[4], const fragment_operands &o) {
+    if (o.bf16) fragment_group_of<N, true, ACROSS>(c, a, o);
+    else fragment_group_of<N, false, ACROSS>(c, a, o);
+}
 
 static int quick;
 
@@ -231,6 +263,22 @@ TEST(tensor_cores) {
     fragment_report("cp.async with zeros", "cp.async", fragment_copies());
 }
 
+#if defined(__CUDACC__)
+static void for_sm_90a() {}
+#else
+void coc_set_devices(int count, size_t memory, int multiprocessors, int capability, int image);     /* of the model's coc.h */
+static void for_sm_90a() { coc_set_devices(1, (size_t)1 << 30, 4, 90, 90 + 256); }
+#endif
+/* Each needs the ones before it. */
+TEST(warpgroups) {
+    for_sm_90a();
+    device gpu;
+    if (!((ampc_device *)gpu.dev)->has.warpgroups) SKIP("needs compute capability 9.0 and code for sm_90a");
+    fragment_report("phases of mbarriers, cp.async.bulk", "mbarrier", fragment_phases());
+    fragment_report("boxes of tensor maps, swizzled, zeros outside", "cp.async.bulk.tensor", fragment_boxes());
+    fragment_report("products of warpgroups", "wgmma.mma_async", fragment_groups());
+}
+
 /* ---- cuBLASLt.  A rule that is struck tells what the model has to learn; what runs must be right, and what amp_cuda.cu
    relies on must hold. */
 
@@ -311,6 +359,7 @@ int main(int argc, char **argv) {
     RUN(ex2_approx);
     RUN(rcp_approx);
     RUN(tensor_cores);
+    RUN(warpgroups);
     RUN(cublas_rules);
     return TEST_END();
 }
