@@ -773,9 +773,7 @@ typedef struct amp_desc {
     /* a file that keeps the results: amp_open reads it, and amp_close writes it if there are new ones.  A missing,
        damaged or foreign file is a warning */
     const char *autotune_file;
-    /* 1: attention on GPUs of compute capability 9.0 uses wgmma and TMA, in code for sm_90a.  These kernels pass their
-       tests on a model of the GPU, but have never run on one; therefore they are off by default */
-    int32_t wgmma;
+    int32_t wgmma;              /* 1: attention by wgmma on compute capability 9.0, never run on a GPU: amp_cuda.cu */
     void *stream;               /* your own stream; NULL: the backend's */
     void *blas;                 /* your own BLAS handle */
     amp_device_memory memory;   /* default: the backend's; refused by amp_cpu(), which takes memory from .system */
@@ -39144,8 +39142,10 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        -fsanitize=thread -Werror and with clang 16; with AMP_API predefined a shared library can hide all of it.
        examples/amp_tcp.h starts hundreds of ranks and needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked
        within your captured graph have their own scratch memory.
-       amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on a
-       GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
+       amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
+       a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
+       Attention in fp32 and TF32 runs on tensor cores from compute capability 8.0 on, with other bits.  fp32 operands
+       that are multiplied in 16 bits are cast, and results are rounded to 16 bits.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.

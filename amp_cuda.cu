@@ -19,7 +19,7 @@
        d.stream = my_stream;            a cudaStream_t; if NULL, the context makes one
        d.blas = my_handle;              a cublasLtHandle_t or cublasHandle_t of this GPU; if NULL, the context makes one
        d.autotune = AMP_AUTOTUNE_ON;    measure cuBLASLt's algorithms at the first product of each shape
-       d.wgmma = 1;                     use the kernels of attention for Hopper, which have never run on a GPU
+       d.wgmma = 1;                     compute attention in 16 bits by wgmma; see below
        d.memory = my_memory;            your alloc and free; if zeros, cudaMalloc and cudaFree
        amp_open(&amp, &d);
 
@@ -45,6 +45,9 @@
    - In products, TF32 operands are rounded or truncated, and are off by 2^-10 at most.  Biases are rounded to the
      result's dtype, and so may be beta c and the product before its epilogue.  A product beyond fp16 is then infinite,
      and GELU makes NaN of -infinity.  RELU may turn NaN into 0.
+   - The kernels of attention by wgmma and TMA are for compute capability 9.0, in code for sm_90a.  They pass every test
+     on a model of the GPU, but have never run on one.  They are therefore off unless amp_desc.wgmma is 1, and a wait of
+     theirs that does not end becomes an error of the kernel.
    - FP8 products never use Hopper's fast accumulation, which keeps about 14 bits of a sum.
    - With .reduce_on_device, ranks exchange device memory over NCCL 2.14 or later.  Its library, libnccl.so.2, is opened
      at run time and is not needed to build.  NCCL computes the sums.  It may round 16-bit numbers at each hop between
@@ -6808,11 +6811,13 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
         for (int n = 0; n < D / 8; n++) {
             AMPC_UNROLL
             for (int h = 0; h < 2; h++) {
-                const int pair = H / D * n + (ampc_in_words(C) ? lane % 4 / 2 : 0), at = lane % (4 * D / H);
-                unsigned char *place = scratch + ampc_tile_at<H>(16 * m + 8 * h + lane / 4, pair) + at * (4 * H / D);
-                const float x = ampc_mul(c[m][n][2 * h], factor[m][h]), y = ampc_mul(c[m][n][2 * h + 1], factor[m][h]);
-                if constexpr (ampc_in_words(C)) *(float2 *)place = float2{x, y};
-                else *(uint32_t *)place = ampc_pair(x, y, C);
+                const int row_at = 16 * m + 8 * h + lane / 4;
+                if constexpr (ampc_in_words(C))
+                    *(float2 *)(scratch + ampc_tile_at<H>(row_at, 2 * n + lane % 4 / 2) + lane % 2 * 8) =
+                        float2{ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h])};
+                else
+                    *(uint32_t *)(scratch + ampc_tile_at<H>(row_at, n) + lane % 4 * 4) =
+                        ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), C);
             }
         }
     }

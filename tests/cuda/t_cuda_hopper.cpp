@@ -25,6 +25,16 @@ static launches launches_of(const problem &p, std::string *out) {
 
 static const attention_shape hopper_shape = {2, 2, 130, 150, 64, DENSE};
 
+/* Turns of the ring: more tiles than stages, under masks of intervals and of single elements. */
+CUDA_TEST(warpgroups_turn_the_ring) {
+    for (size_t m : {(size_t)1, (size_t)3, (size_t)0})
+        for (int64_t dim : {64, 128}) {
+            problem p({1, 1, 300, 430, dim, DENSE}, mask_cases[m], all_numbers[1 + m % 2], 2050 + m);
+            p.scale = fabsf(p.scale);
+            check_problem(p);
+        }
+}
+
 /* The kernels that this file is about are those that run, and no product goes by mma.sync. */
 CUDA_TEST(warpgroups_do_the_work) {
     for (int64_t dim : {40, 64, 96, 128}) {
@@ -85,6 +95,7 @@ int main(int argc, char **argv) {
     cuda_wgmma() = 1;
     usual_devices();
     attention_tests();
+    RUN(warpgroups_turn_the_ring);
     RUN(warpgroups_do_the_work);
     RUN_PLAIN(warpgroups_fetch_what_they_see);
     RUN(a_map_that_the_driver_refuses);
