@@ -6811,13 +6811,11 @@ __device__ __forceinline__ void ampc_tile_write(const float (&c)[M][D / 8][4], c
         for (int n = 0; n < D / 8; n++) {
             AMPC_UNROLL
             for (int h = 0; h < 2; h++) {
-                const int row_at = 16 * m + 8 * h + lane / 4;
+                const int at = 16 * m + 8 * h + lane / 4;
+                const float x = ampc_mul(c[m][n][2 * h], factor[m][h]), y = ampc_mul(c[m][n][2 * h + 1], factor[m][h]);
                 if constexpr (ampc_in_words(C))
-                    *(float2 *)(scratch + ampc_tile_at<H>(row_at, 2 * n + lane % 4 / 2) + lane % 2 * 8) =
-                        float2{ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h])};
-                else
-                    *(uint32_t *)(scratch + ampc_tile_at<H>(row_at, n) + lane % 4 * 4) =
-                        ampc_pair(ampc_mul(c[m][n][2 * h], factor[m][h]), ampc_mul(c[m][n][2 * h + 1], factor[m][h]), C);
+                    *(float2 *)(scratch + ampc_tile_at<H>(at, 2 * n + lane % 4 / 2) + lane % 2 * 8) = float2{x, y};
+                else *(uint32_t *)(scratch + ampc_tile_at<H>(at, n) + lane % 4 * 4) = ampc_pair(x, y, C);
             }
         }
     }
