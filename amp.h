@@ -759,7 +759,7 @@ typedef struct amp_desc {
     amp_dtype fallback;
     int64_t cache_limit, mask_limit;  /* bytes of the cast cache and of the mask cache; 0: no limit */
     const amp_backend *backend; /* default amp_cpu() */
-    int32_t device;             /* device index */
+    int32_t device, wgmma;      /* wgmma 1: attention by wgmma on Hopper, never run on a GPU: amp_cuda.cu */
     /* threads that work on one call, the caller included, 1 to 1024; default: cores, within the CPU quota */
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
@@ -773,7 +773,6 @@ typedef struct amp_desc {
     /* a file that keeps the results: amp_open reads it, and amp_close writes it if there are new ones.  A missing,
        damaged or foreign file is a warning */
     const char *autotune_file;
-    int32_t wgmma;              /* 1: attention by wgmma on compute capability 9.0, never run on a GPU: amp_cuda.cu */
     void *stream;               /* your own stream; NULL: the backend's */
     void *blas;                 /* your own BLAS handle */
     amp_device_memory memory;   /* default: the backend's; refused by amp_cpu(), which takes memory from .system */
