@@ -8,7 +8,7 @@
 # CXX, OMP and MODEL (the model's objects and amp.o) are as in the Makefile.
 . tests/lib.sh
 cxx=${CXX:-g++}
-flags="-std=c++17 -O0 -w -I. -Itests/cuda -Itests/cuda/include"
+flags="-std=c++17 -O0 -w -Wno-psabi -I. -Itests/cuda -Itests/cuda/include"
 limit=240                               # seconds of CPU time
 list=tests/mutants/cuda.txt
 begun=$(date +%s)
