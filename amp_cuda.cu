@@ -1437,9 +1437,19 @@ void ampc_drop_memory(ampc_device *dev) {
     ampc_trim(dev, true);
 }
 
+/* Says how many passes of attention the kernels for Hopper did not take, if that was more than the one logged. */
+void ampc_log_declined(const ampc_device *dev) {
+    char text[160];
+    if (dev->declined < 2) return;
+    snprintf(text, sizeof text, "amp_cuda: %lld passes of attention ran by mma.sync, because the driver refused a map",
+             (long long)dev->declined);
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_MAPS, text);
+}
+
 void ampc_close(void *device) {
     ampc_device *dev = (ampc_device *)device;
     amp_host host = dev->host;
+    ampc_log_declined(dev);
     if (dev->owns_stream || dev->blas.owned || dev->reserved > 0 || dev->graphs != NULL || dev->captures != NULL ||
         dev->ranks.nccl.opened != NULL) {
         ampc_current current(dev);
@@ -8184,7 +8194,7 @@ void ampc_hopper_declined(ampc_device *dev) {
     if (__atomic_fetch_add(&dev->declined, 1, __ATOMIC_RELAXED) > 0) return;
     dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_MAPS,
                   "amp_cuda: the driver refused a tensor map: this attention runs by mma.sync instead of wgmma, and is "
-                  "slower; later ones are not logged, but counted at amp_close");
+                  "slower; later ones are counted, and amp_close logs how many there were");
 }
 
 /* Whether warpgroups do this pass.  If so, fills in the launch. */

@@ -75,6 +75,18 @@ CUDA_TEST(a_map_that_the_driver_refuses) {
         CHECK_MSG(part.forward == 0 && part.backward == 2 && part.others == 1, "%ld %ld %ld", part.forward, part.backward, part.others);
         CHECK_MSG(logs == 1 && logged.find("refused a tensor map") != std::string::npos, "%d: %s", logs, logged.c_str());
     }
+    {
+        const amp_host host = {NULL, cuda_host_fail, keep_log, cuda_host_alloc, cuda_host_free, NULL};
+        amp_backend_desc d = {};
+        d.wgmma = 1, logs = 0;
+        cuda_side gpu(amp_cuda(), d, &host);
+        for (int n = 0; n < 3; n++) {
+            coc_fail("cuTensorMapEncodeTiled", 1, cudaErrorUnknown);
+            p.run(gpu, &out);
+        }
+        CHECK_EQ(logs, 1);
+    }
+    CHECK_MSG(logs == 2 && logged.find("3 passes of attention") != std::string::npos, "%d: %s", logs, logged.c_str());
 }
 
 /* Keys and values that all heads share have a stride of 0, which no map has. */
