@@ -12,6 +12,7 @@
 #include "test_cuda.h"
 
 static void usual_devices() {
+    if (!CUDA_IS_MODEL) return;
     if (cuda_wgmma()) coc_set_devices(2, (size_t)1 << 30, 4, 90, 90 + COC_LETTER_A);
     else coc_set_devices(2);
 }

@@ -1,7 +1,7 @@
 /* t_cuda_hopper.cpp - runs attention_tests.h on the kernels for Hopper, which amp_desc.wgmma asks for, and
  * tests that they run, what they fetch, and what happens when the driver gives them no tensor map.
  *
- * The model plays a GPU of compute capability 9.0 with code for sm_90a.  On another GPU the tests are skipped. */
+ * The model plays a GPU of compute capability 9.0 with code for sm_90a.  On another GPU the kernels by mma.sync run. */
 #include "attention_tests.h"
 
 static std::string logged;

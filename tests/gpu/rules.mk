@@ -42,8 +42,8 @@ GPU_SECONDS   = $(if $(filter command environment,$(origin SECONDS)),--seconds $
 # In the order in which they are needed: those of early rows are built first.
 GPU_NEEDED    = $(shell $(GPU_RUN) --needs)
 GPU_INCLUDE  := -I. -Itests/gpu/on_gpu -I$(COC)
-GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/fragments.h $(COC)/cublas_rules.h tests/test.h \
-                $(HEADERS) tests/handwritten_gpt.h
+GPU_HEADERS  := amp.h tests/gpu/on_gpu/coc.h $(COC)/test_cuda.h $(COC)/attention_tests.h $(COC)/fragments.h \
+                $(COC)/cublas_rules.h tests/test.h $(HEADERS) tests/handwritten_gpt.h
 
 ifeq ($(REHEARSE),1)
 GPU_BIN  := $(BUILD)/rehearsal
