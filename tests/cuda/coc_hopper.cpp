@@ -73,7 +73,7 @@ struct product {
     float *sums[WARPGROUP];
     uint32_t words[WARPGROUP][4];
 };
-struct product_group { unsigned end, threads; };        /* The products before `end`, which so many threads have committed. */
+struct product_group { unsigned end, threads; };        /* The products before `end`; threads: how many have committed them. */
 
 struct warpgroup {
     member members[WARPGROUP];

@@ -1702,7 +1702,7 @@ CUDA_TEST(graph_refusals) {
 
 /* ---- What goes wrong for good in a captured step: it is named, nothing hangs, and what can go on does */
 
-static long blocks_left = -1;           /* so many blocks more, then no memory; -1: no end */
+static long blocks_left = -1;           /* blocks that can still be made; -1: any number */
 static void *scarce_alloc(void *, size_t bytes, int32_t, void *) {
     void *p = NULL;
     if (blocks_left == 0) return NULL;

@@ -625,7 +625,7 @@ struct misuse {
     unsigned threads;
     void (*run)(const misuse_place &p);
 };
-float *misuse_sums() {          /* of a thread: addresses that stay, for products that nobody waits for */
+float *misuse_sums() {          /* of a thread: addresses that stay, for products without a wait */
     static float sums[512][65];
     return sums[threadIdx.x];
 }
@@ -910,7 +910,7 @@ HARNESS_TEST(warpgroups_need_the_letter) {
 __global__ void k_two_copies(uint32_t *out, const uint32_t *in) {
     unsigned char *room = coc_dynamic_shared();
     volatile uint32_t *tile = (volatile uint32_t *)room;
-    for (unsigned i = 0; i < 32; i++) tile[i] = 0;          /* which nobody may read any more once a copy is under way */
+    for (unsigned i = 0; i < 32; i++) tile[i] = 0;          /* may not be read while a copy is under way */
     for (int i = 0; i < 2; i++) coc_mbarrier_init(room + 128 + 8 * i, 1);
     coc_mbarriers_ready();
     __syncthreads();
