@@ -6469,7 +6469,7 @@ struct alignas(64) ampc_tensor_map {
     coc_mbarriers_ready();
 #endif
 }
-/* An arrival.  The phase also waits for so many bytes of copies, which are started after it. */
+/* Arrives at a gate.  Its phase then also needs `bytes` bytes of copies, which are started after this call. */
 [[maybe_unused]] __device__ __forceinline__ void ampc_gate_expect(void *gate, unsigned bytes) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
@@ -7961,7 +7961,8 @@ __device__ __forceinline__ void ampc_hopper_hide(float (&x)[1][N / 8][4], const 
     for (int i = 0; i < N / 2; i++) x[0][i / 4][i % 4] = seen[i / 32] >> i % 32 & 1 ? x[0][i / 4][i % 4] : value;
 }
 
-/* What a consumer knows of a tile before its products: whether it must hide elements, and which it may not. */
+/* What a consumer finds out about a tile before its products: whether it must hide elements, and which ones are
+   visible. */
 template <bool KEYS, int N> struct ampc_hopper_view {
     bool hides;
     uint32_t seen[N / 64];
