@@ -39124,6 +39124,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Intel's cores without AMX it now chooses fp32, and bf16 is multiplied by fp32's kernel, at twice the rate of
        their bf16 instructions and with other bits.  .cpu_path = AMP_CPU_AVX512_BF16 gives the old ones.
        Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
+       On a GPU, attention in fp32 and TF32 runs on tensor cores from compute capability 8.0 on, with other bits.
+       Attention that reads fp32 and computes in fp16 or bf16 casts its operands and rounds its results to that dtype, as
+       PyTorch's autocast does; in fp16 a result beyond 65504 becomes infinite, which the scaler sees as found_inf.
        These were accepted and are now refused: groups of an optimizer that match no parameter (layers that match none
        give a warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with the
        factors that multiply them, and destroying an object from within a callback whose caller may use it.
@@ -39143,8 +39146,6 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        within your captured graph have their own scratch memory.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
-       Attention in fp32 and TF32 runs on tensor cores from compute capability 8.0 on, with other bits.  fp32 operands
-       that are multiplied in 16 bits are cast, and results are rounded to 16 bits.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.
