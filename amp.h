@@ -39126,7 +39126,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
        On a GPU, attention in fp32 and TF32 runs on tensor cores from compute capability 8.0 on, with other bits.
        Attention that reads fp32 and computes in fp16 or bf16 there casts its operands, and rounds its results to that
-       dtype, as PyTorch's autocast does.  In fp16 a gradient beyond 65504 becomes infinite, and a scaler skips the step.
+       dtype, as PyTorch's autocast does.  In fp16 a gradient beyond 65504 becomes infinite, and a scaler skips that
+       step.
        These were accepted and are now refused: groups of an optimizer that match no parameter (layers that match none
        give a warning), memory that is not aligned to its elements, learning rates that do not fit into fp32 with the
        factors that multiply them, and destroying an object from within a callback whose caller may use it.
