@@ -759,7 +759,8 @@ typedef struct amp_desc {
     amp_dtype fallback;
     int64_t cache_limit, mask_limit;  /* bytes of the cast cache and of the mask cache; 0: no limit */
     const amp_backend *backend; /* default amp_cpu() */
-    int32_t device, wgmma;      /* wgmma 1: attention by wgmma on Hopper, never run on a GPU: amp_cuda.cu */
+    int32_t device;             /* device index */
+    int32_t wgmma;              /* 1: attention by wgmma on Hopper, which has never run on a GPU: see amp_cuda.cu */
     /* threads that work on one call, the caller included, 1 to 1024; default: cores, within the CPU quota */
     int32_t threads;
     uint64_t seed;              /* of dropout; ranks with one seed draw the same masks */
@@ -770,8 +771,7 @@ typedef struct amp_desc {
     const char *rates;
     /* ON: a GPU times its algorithms on the first product of each shape (not in a capture); the CPU has none */
     amp_autotune autotune;
-    /* a file that keeps the results: amp_open reads it, and amp_close writes it if there are new ones.  A missing,
-       damaged or foreign file is a warning */
+    /* keeps the results: amp_open reads this file, amp_close writes new ones; a missing or bad file is a warning */
     const char *autotune_file;
     void *stream;               /* your own stream; NULL: the backend's */
     void *blas;                 /* your own BLAS handle */
