@@ -1096,8 +1096,9 @@ typedef struct amp_linear_op {
     amp_plan plan;
     amp_tensor dy, dx;          /* with act, backward overwrites dy with the gradient before act */
     amp_activation_kind x_act;  /* like act: x = x_act(x_pre), and backward writes the gradient of x_pre to dx */
-    int32_t reserved;
+    int32_t dy_summed;          /* 1: what wrote dy has added the gradient of .bias, by its .dx_bias or .qkv_bias */
     amp_tensor x_pre;           /* like dx; not needed for RELU */
+    amp_param *dx_bias;         /* a bias whose gradient is the sum of dx over the rows, or NULL; see amp_norm_op */
 } amp_linear_op;
 AMP_API amp_result amp_linear(amp_context *amp, amp_linear_op *op);
 AMP_API amp_result amp_linear_backward(amp_context *amp, amp_linear_op *op);
@@ -1150,6 +1151,7 @@ typedef struct amp_attention_op {
     amp_mask mask;
     amp_plan plan;
     amp_tensor d_o, dq, dk, dv;
+    amp_param *qkv_bias;        /* [3 heads dim]: of the layer that made q, k and v, or NULL; see amp_norm_op.dx_bias */
 } amp_attention_op;
 AMP_API amp_result amp_attention(amp_context *amp, amp_attention_op *op);
 AMP_API amp_result amp_attention_backward(amp_context *amp, amp_attention_op *op);
@@ -1187,6 +1189,8 @@ AMP_API amp_result amp_rope_backward(amp_context *amp, amp_rope_op *op);
    Backward: dx is the gradient of x, and of residual.  dsum, if given, is the gradient of sum's other uses, and is
    added; it may be dx.  dx_low, if given, receives dx again in 16 bits.  It is the .dy of the linear layer whose output
    was added to the residual, in the dtype that layer computes in, so nothing needs to be cast.
+   dx_bias, if given, is that layer's bias [cols].  Its gradient is the sum of dx over the rows.  Backward adds it here,
+   where dx is in registers, so that dx need not be read again for it.  Set .dy_summed in the layer's op.
    Errors: backward AMP_ERR_DTYPE dx_low is not fp16 or bf16, or dx not fp32. */
 typedef struct amp_norm_op {
     const char *layer;
@@ -1198,6 +1202,7 @@ typedef struct amp_norm_op {
     amp_plan plan;
     amp_tensor dy, dsum, dx;
     amp_tensor dx_low;          /* may be empty */
+    amp_param *dx_bias;         /* may be NULL */
 } amp_norm_op;
 AMP_API amp_result amp_layernorm(amp_context *amp, amp_norm_op *op);
 AMP_API amp_result amp_layernorm_backward(amp_context *amp, amp_norm_op *op);
@@ -3618,6 +3623,8 @@ typedef struct amp_k_attention {
     /* backward */
     const void *d_o; void *dq, *dk, *dv;
     int64_t do_stride[3], dq_stride[3], dk_stride[3], dv_stride[3];
+    /* of dq, dk and dv over batch and positions, [heads dim], before or after rounding; on a backend with .sums */
+    amp_k_gradient sums[3];
     const amp_k_cut *cut[3];    /* q, k, v; as in amp_k_gemm */
 } amp_k_attention;
 
@@ -3655,6 +3662,7 @@ typedef struct amp_k_norm {
     amp_mat dy, dsum, dx;       /* dsum.data may be NULL, and may be dx */
     amp_mat dx_low;             /* fp16 or bf16: an fp32 dx, rounded; data may be NULL */
     amp_k_gradient dweight, dbias;  /* [cols] */
+    amp_k_gradient dx_sum;      /* [cols]: of dx over the rows, before or after rounding; on a backend with .sums */
 } amp_k_norm;
 
 /* As amp_softmax. */
@@ -3996,6 +4004,7 @@ struct amp_backend {
     void (*close)(void *dev);
     amp_result (*describe)(void *dev, amp_device *out);
     int32_t fuses;              /* 1: gemm takes .backward and the sums; 0: separate kernels do them */
+    int32_t sums;               /* 1: norm_backward and attention_backward take the sums; 0: column_sum does them */
     /* memory; host_visible 1: the CPU can read device pointers */
     int32_t host_visible;
     int32_t saturates;          /* 1: gemm and attention apply .cut; 0: host_visible backends get clamped operands */
@@ -10796,8 +10805,12 @@ static amp_result ampi_cpu_attention(void *dev, const amp_k_attention *args, voi
     return ampi_attention_run((ampi_cpu *)dev, args, 0);
 }
 
+static amp_result ampi_no_sums(const char *function) {
+    return ampi_fail(AMP_ERR_UNSUPPORTED, function, "this backend has .sums 0: call column_sum separately");
+}
 static amp_result ampi_cpu_attention_backward(void *dev, const amp_k_attention *args, void *stream) {
     (void)stream;
+    if (args->sums[0].data || args->sums[1].data || args->sums[2].data) return ampi_no_sums("attention_backward");
     return ampi_attention_run((ampi_cpu *)dev, args, 1);
 }
 
@@ -11463,6 +11476,7 @@ static void ampi_norm_reduce_task(void *arg, int64_t begin, int64_t end, int thr
 static amp_result ampi_cpu_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     ampi_norm_job job;
     (void)stream;
+    if (args->dx_sum.data) return ampi_no_sums("norm_backward");
     AMPI_TRY(ampi_norm_open(&job, dev, args, args->rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward", 1));
     ampi_parallel(job.cpu, job.cpu->threads, job.blocks, ampi_grain(job.block_rows * args->x.cols),
                   ampi_norm_backward_task, &job);
@@ -12477,6 +12491,7 @@ __extension__ static const amp_backend ampi_cpu_backend = {
     .close = ampi_cpu_close,
     .describe = ampi_cpu_describe,
     .fuses = 0,
+    .sums = 0,
     .host_visible = 1,
     .saturates = 0,
     .quantizes = 1,
@@ -16164,7 +16179,7 @@ typedef struct ampi_call {
     void *op;
     int32_t id, backward, bad;      /* bad: 1 + the first row whose label or id is out of range; 0: none */
     amp_dtype inputs[2];            /* set by `prepare`, for the plan */
-    amp_param *params[2];
+    amp_param *params[3];           /* [2]: the bias of another layer, whose gradient backward adds */
     amp_plan plan;                  /* set after `prepare`, before `kernel` */
     ampi_places at;
     ampi_place *latest;             /* the place of the operand that was taken last, or one that is free */
@@ -16677,6 +16692,13 @@ static amp_result ampi_dbias(amp_context *amp, amp_param *bias, const amp_k_colu
     return AMP_OK;
 }
 
+static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
+    if (!ampi_wants_grad(p)) return;
+    out->data = p->grad.data;
+    out->dtype = p->grad.dtype;
+    out->add = p->grad_live;
+}
+
 /* The product for the gradient of x.  dx without data means that it is not wanted. */
 static amp_k_gemm ampi_linear_dx_args(const amp_linear_op *op, const amp_mat *dy, const amp_mat *dx) {
     amp_k_gemm g;
@@ -16709,10 +16731,10 @@ static amp_result ampi_linear_dx_act(const amp_context *amp, const char *f, cons
     return AMP_OK;
 }
 
-/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, and gemms[1]
-   for x.  along: the bias if gemms[0] computes its gradient too, or NULL. */
+/* What the backward of a linear layer calls, in this order: gemms[0] for the weight, `sum` for the bias, gemms[1] for
+   x, and `dx_sum` for .dx_bias.  along: the bias if gemms[0] computes its gradient too, or NULL. */
 typedef struct ampi_linear_calls {
-    amp_k_gemm gemms[2]; amp_k_column_sum sum; amp_param *along;
+    amp_k_gemm gemms[2]; amp_k_column_sum sum, dx_sum; amp_param *along;
     ampi_input in[2][2];
     amp_k_fp8 fp8[2][2];
 } ampi_linear_calls;
@@ -16731,8 +16753,10 @@ static amp_result ampi_linear_run(ampi_call *c, const ampi_linear_calls *calls) 
     AMPI_TRY(ampi_dbias(amp, op->bias, &calls->sum));
     if (calls->gemms[1].c == NULL) return AMP_OK;
     AMPI_TRY(ampi_product_run(amp, c->f, &calls->gemms[1], calls->in[1]));
-    if (k->x_kept == NULL || calls->gemms[1].backward) return AMP_OK;
-    return ampi_linear_activation_backward(amp, c->f, op->x_act, k->x_kept, "x_pre", &op->dx, "dx");
+    if (k->x_kept != NULL && !calls->gemms[1].backward)
+        AMPI_TRY(ampi_linear_activation_backward(amp, c->f, op->x_act, k->x_kept, "x_pre", &op->dx, "dx"));
+    if (calls->gemms[1].column_sum.data != NULL) ampi_gradient_added(amp, op->dx_bias, ampi_seed_scale(amp));
+    return ampi_dbias(amp, op->dx_bias, &calls->dx_sum);
 }
 
 static void ampi_linear_places_backward(ampi_call *c) {
@@ -16747,7 +16771,17 @@ static void ampi_linear_places_backward(ampi_call *c) {
     } else ampi_reads(at, ".dy", &op->dy);
     if (k->x_kept != NULL && k->x_kept != &op->x) ampi_reads(at, ".x_pre", k->x_kept);
     ampi_writes(at, ".dx", &op->dx);
-    ampi_writes_gradient(at, ".weight->grad", op->weight); ampi_writes_gradient(at, ".bias->grad", op->bias);
+    ampi_writes_gradient(at, ".weight->grad", op->weight);
+    if (!op->dy_summed) ampi_writes_gradient(at, ".bias->grad", op->bias);
+    ampi_reads_param(at, ".dx_bias", op->dx_bias); ampi_writes_gradient(at, ".dx_bias->grad", op->dx_bias);
+}
+
+/* Checks the bias whose gradient is the sum of dx, which must be `cols` numbers. */
+static amp_result ampi_check_dx_bias(const char *f, const amp_param *bias, const amp_mat *dx, int64_t cols) {
+    if (bias == NULL) return AMP_OK;
+    if (dx->data == NULL)
+        return ampi_fail(AMP_ERR_NULL, f, ".dx has no data, but .dx_bias is given: its gradient is the sum of .dx");
+    return ampi_check_weight(f, "dx_bias", bias, cols, -1);
 }
 
 static amp_result ampi_linear_prepare(ampi_call *c) {
@@ -16766,6 +16800,7 @@ static amp_result ampi_linear_prepare(ampi_call *c) {
     }
     AMPI_TRY(ampi_rows_like(f, "dy", &op->dy, "y", &k->y, &k->dy));
     AMPI_TRY(ampi_optional_rows(f, "dx", &op->dx, "x", &k->x, &k->dx));
+    AMPI_TRY(ampi_check_dx_bias(f, op->dx_bias, &k->dx, k->x.cols));
     if (k->dx.data && op->x_act != AMP_ACT_NONE) {
         AMPI_TRY(ampi_linear_kept(f, op, 1, &k->x_kept));
         AMPI_TRY(ampi_rows_like(f, "x_pre", k->x_kept, "x", &k->x, &same));
@@ -16778,6 +16813,19 @@ static amp_result ampi_linear_prepare(ampi_call *c) {
     return AMP_OK;
 }
 
+/* Plans the sums for .bias and .dx_bias: by the products if the backend fuses, and otherwise apart. */
+static void ampi_linear_sums(const ampi_call *c, ampi_linear_calls *calls) {
+    const amp_linear_op *op = (const amp_linear_op *)c->op;
+    const ampi_linear_args *k = &c->k.linear;
+    amp_param *bias = op->dy_summed ? NULL : op->bias;
+    int fuses = c->amp->backend->fuses;
+    if (ampi_wants_grad(op->weight) && ampi_wants_grad(bias) && fuses) calls->along = bias;
+    calls->sum = ampi_dbias_args(calls->along == NULL ? bias : NULL, &k->dy);
+    if (fuses && (k->x_kept == NULL || calls->gemms[1].backward))
+        ampi_gradient_of(op->dx_bias, &calls->gemms[1].column_sum);
+    else calls->dx_sum = ampi_dbias_args(op->dx_bias, &k->dx);
+}
+
 static amp_result ampi_linear_backward(ampi_call *c) {
     amp_linear_op *op = (amp_linear_op *)c->op;
     const ampi_linear_args *k = &c->k.linear;
@@ -16787,12 +16835,11 @@ static amp_result ampi_linear_backward(ampi_call *c) {
     amp_result result;
     int i;
     memset(&calls, 0, sizeof calls);
-    if (ampi_wants_grad(op->weight) && ampi_wants_grad(op->bias) && amp->backend->fuses) calls.along = op->bias;
-    calls.gemms[0] = ampi_linear_dweight_args(op, &k->x, &k->dy, calls.along);
     calls.gemms[1] = ampi_linear_dx_args(op, &k->dy, &k->dx);
-    calls.sum = ampi_dbias_args(calls.along == NULL ? op->bias : NULL, &k->dy);
-    AMPI_TRY(ampi_linear_fp8(amp, c->f, op->weight, AMPI_FP8_DWEIGHT, 1, &calls.gemms[0], calls.fp8[0]));
     AMPI_TRY(ampi_linear_dx_act(amp, c->f, op, k->x_kept, &calls.gemms[1]));
+    ampi_linear_sums(c, &calls);
+    calls.gemms[0] = ampi_linear_dweight_args(op, &k->x, &k->dy, calls.along);
+    AMPI_TRY(ampi_linear_fp8(amp, c->f, op->weight, AMPI_FP8_DWEIGHT, 1, &calls.gemms[0], calls.fp8[0]));
     AMPI_TRY(ampi_linear_dx_weight(amp, c->f, op, &calls.gemms[1], calls.fp8[1], &held));
     for (i = 0; i < 2; i++) {
         calls.in[i][0].name = "dy"; calls.in[i][1].name = i ? "weight" : "x"; calls.in[i][1].input = 1;
@@ -17197,6 +17244,24 @@ static void ampi_attention_done(amp_context *amp, const ampi_input *in) {
     for (i = 0; i < 3; i++) amp_free(amp, in[i].copy);
 }
 
+/* dq, dk or dv as rows over batch and positions, of all heads beside each other. */
+static amp_result ampi_attention_gradient_rows(const char *f, const amp_attention_op *op, int i, amp_mat *out) {
+    static const char *const names[3] = {"dq", "dk", "dv"};
+    const amp_tensor *d = i == 0 ? &op->dq : i == 1 ? &op->dk : &op->dv;
+    amp_tensor rows = amp_tensor3(d->data, d->dtype, d->shape[0], d->shape[1], d->shape[2] * d->shape[3]);
+    if (d->shape[2] > 1 && ampi_stride(d, 2) != d->shape[3])
+        return ampi_fail(AMP_ERR_SHAPE, f, ".%s: its heads must lie beside each other with .qkv_bias", names[i]);
+    rows.stride[0] = ampi_stride(d, 0); rows.stride[1] = ampi_stride(d, 1); rows.stride[2] = 1;
+    return ampi_rows(f, names[i], &rows, out);
+}
+static amp_result ampi_check_qkv_bias(const char *f, const amp_attention_op *op) {
+    amp_mat rows;
+    int i;
+    if (op->qkv_bias == NULL) return AMP_OK;
+    for (i = 0; i < 3; i++) AMPI_TRY(ampi_attention_gradient_rows(f, op, i, &rows));
+    return ampi_check_weight(f, "qkv_bias", op->qkv_bias, 3 * op->q.shape[2] * op->q.shape[3], -1);
+}
+
 static amp_result ampi_attention_prepare(ampi_call *c) {
     const amp_attention_op *op = (const amp_attention_op *)c->op;
     amp_k_attention *k = &c->k.attention;
@@ -17207,6 +17272,31 @@ static amp_result ampi_attention_prepare(ampi_call *c) {
     AMPI_TRY(ampi_take_heads(c, ".dk", &op->dk, AMPI_BW_WRITE, op->k.shape, k->dk_stride));
     AMPI_TRY(ampi_take_heads(c, ".dv", &op->dv, AMPI_BW_WRITE, op->k.shape, k->dv_stride));
     k->d_o = op->d_o.data; k->dq = op->dq.data; k->dk = op->dk.data; k->dv = op->dv.data;
+    ampi_reads_param(&c->at, ".qkv_bias", op->qkv_bias);
+    ampi_writes_gradient(&c->at, ".qkv_bias->grad", op->qkv_bias);
+    return ampi_check_qkv_bias(c->f, op);
+}
+
+/* The part of the gradient of .qkv_bias that is the sum of dq, dk or dv, which have `cols` columns. */
+static amp_k_gradient ampi_qkv_part(const amp_param *bias, int i, int64_t cols) {
+    amp_k_gradient part;
+    memset(&part, 0, sizeof part);
+    ampi_gradient_of(bias, &part);
+    if (part.data != NULL) part.data = ampi_at_mut(part.data, part.dtype, i * cols);
+    return part;
+}
+/* Computes that gradient by column sums, on a backend without .sums. */
+static amp_result ampi_attention_sums(ampi_call *c) {
+    const amp_attention_op *op = (const amp_attention_op *)c->op;
+    int i;
+    for (i = 0; i < 3 && ampi_wants_grad(op->qkv_bias); i++) {
+        amp_k_column_sum sum;
+        amp_k_gradient part;
+        AMPI_TRY(ampi_attention_gradient_rows(c->f, op, i, &sum.x));
+        part = ampi_qkv_part(op->qkv_bias, i, sum.x.cols);
+        sum.out = part.data; sum.out_dtype = part.dtype; sum.add = part.add;
+        AMPI_TRY(ampi_as(c->f, (c->amp->backend->column_sum)(c->amp->dev, &sum, c->amp->desc.stream)));
+    }
     return AMP_OK;
 }
 
@@ -17215,13 +17305,16 @@ static amp_result ampi_attention_kernel(ampi_call *c) {
     amp_k_attention *k = &c->k.attention;
     ampi_input in[4];
     amp_result result;
+    int i;
     k->compute = c->plan.compute;
+    for (i = 0; i < 3 && c->backward && b->sums; i++)
+        k->sums[i] = ampi_qkv_part(c->params[2], i, k->heads * k->dim);
     result = ampi_attention_ready(c->amp, c->f, (const amp_attention_op *)c->op, k, in, c->plan.saturate);
     if (result == AMP_OK)
         result = ampi_as(c->f, (c->backward ? b->attention_backward : b->attention)(c->amp->dev, k,
                                                                                     c->amp->desc.stream));
     ampi_attention_done(c->amp, in);
-    return result;
+    return result == AMP_OK && c->backward && !b->sums ? ampi_attention_sums(c) : result;
 }
 
 /* ---- Norms */
@@ -17271,25 +17364,24 @@ static amp_result ampi_norm_prepare(ampi_call *c) {
     if (k->dx_low.data && (k->dx.dtype != AMP_F32 || k->dx_low.dtype == AMP_F32))
         return ampi_fail(AMP_ERR_DTYPE, c->f, ".dx_low is %s beside .dx in %s, must be fp16 or bf16 beside fp32",
                          amp_dtype_name(k->dx_low.dtype), amp_dtype_name(k->dx.dtype));
+    AMPI_TRY(ampi_check_dx_bias(c->f, op->dx_bias, &k->dx, k->x.cols));
     ampi_writes_gradient(&c->at, ".weight->grad", op->weight); ampi_writes_gradient(&c->at, ".bias->grad", op->bias);
+    ampi_reads_param(&c->at, ".dx_bias", op->dx_bias); ampi_writes_gradient(&c->at, ".dx_bias->grad", op->dx_bias);
     return AMP_OK;
-}
-
-static void ampi_gradient_of(const amp_param *p, amp_k_gradient *out) {
-    if (!ampi_wants_grad(p)) return;
-    out->data = p->grad.data;
-    out->dtype = p->grad.dtype;
-    out->add = p->grad_live;
 }
 
 static amp_result ampi_norm_kernel(ampi_call *c) {
     const amp_backend *backend = c->amp->backend;
     amp_k_norm *k = &c->k.norm;
+    amp_k_column_sum apart;
     if (!c->backward) return (backend->norm)(c->amp->dev, k, c->amp->desc.stream);
     if (k->sum.data) k->x = k->sum;
     ampi_gradient_of(c->params[0], &k->dweight);
     ampi_gradient_of(c->params[1], &k->dbias);
-    return (backend->norm_backward)(c->amp->dev, k, c->amp->desc.stream);
+    if (backend->sums) ampi_gradient_of(c->params[2], &k->dx_sum);
+    AMPI_TRY((backend->norm_backward)(c->amp->dev, k, c->amp->desc.stream));
+    apart = ampi_dbias_args(backend->sums ? NULL : c->params[2], &k->dx);
+    return apart.out == NULL ? AMP_OK : (backend->column_sum)(c->amp->dev, &apart, c->amp->desc.stream);
 }
 
 /* ---- Softmax */
@@ -17930,9 +18022,10 @@ static amp_result ampi_rope_kernel(ampi_call *c) {
     return (c->amp->backend->rope)(c->amp->dev, &c->k.rope, c->amp->desc.stream);
 }
 
-/* ---- Calls.  A row has the offsets in the op struct of the plan and of up to two parameters (0: none), the bytes of
-   the operator's part of ampi_call.k, its traits, and its functions.  Every op struct begins with .layer.  amp_gemm has
-   no row, because it has no op struct, and because as a drop-in for sgemm it must cost no more than that. */
+/* ---- Calls.  A row has the offsets in the op struct of the plan, of up to two parameters, and of the bias of another
+   layer (0: none), the bytes of the operator's part of ampi_call.k, its traits, and its functions.  Every op struct
+   begins with .layer.  amp_gemm has no row, because it has no op struct, and because as a drop-in for sgemm it must
+   cost no more than that. */
 
 /* NAMED: the first parameter names a layer without a name.  REPORTS: `kernel` itself logs the decision, with its use of
    the cast cache, and marks each gradient as soon as it is complete. */
@@ -17941,23 +18034,26 @@ enum { AMPI_NAMED = 1, AMPI_REPORTS = 2 };
 typedef struct ampi_operator {
     int32_t id;
     const char *names[2];           /* of the public functions */
-    size_t plan, params[2], bytes;
+    size_t plan, params[3], bytes;
     int traits;
     amp_result (*prepare)(ampi_call *c);
     amp_result (*kernel)(ampi_call *c);
 } ampi_operator;
 
-#define AMPI_CALL_OF(id, name, op, a, b, traits) \
-    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b}, \
+#define AMPI_CALL_OF(id, name, op, a, b, other, traits) \
+    {AMP_OP_##id, {"amp_" #name, "amp_" #name "_backward"}, offsetof(amp_##op##_op, plan), {a, b, other}, \
      sizeof(((ampi_call *)0)->k.op), traits, ampi_##op##_prepare, ampi_##op##_kernel}
-#define AMPI_CALL(id, name, a, b, traits) AMPI_CALL_OF(id, name, name, a, b, traits)
+#define AMPI_CALL(id, name, a, b, traits) AMPI_CALL_OF(id, name, name, a, b, 0, traits)
 #define AMPI_IN(name, field) offsetof(amp_##name##_op, field)
 static const ampi_operator ampi_calls[] = {
-    AMPI_CALL(LINEAR, linear, AMPI_IN(linear, weight), AMPI_IN(linear, bias), AMPI_NAMED | AMPI_REPORTS),
+    AMPI_CALL_OF(LINEAR, linear, linear, AMPI_IN(linear, weight), AMPI_IN(linear, bias), AMPI_IN(linear, dx_bias),
+                 AMPI_NAMED | AMPI_REPORTS),
     AMPI_CALL(MATMUL, matmul, 0, 0, 0),
-    AMPI_CALL(ATTENTION, attention, 0, 0, 0),
-    AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_NAMED),
-    AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_NAMED),
+    AMPI_CALL_OF(ATTENTION, attention, attention, 0, 0, AMPI_IN(attention, qkv_bias), 0),
+    AMPI_CALL_OF(LAYERNORM, layernorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_IN(norm, dx_bias),
+                 AMPI_NAMED),
+    AMPI_CALL_OF(RMSNORM, rmsnorm, norm, AMPI_IN(norm, weight), AMPI_IN(norm, bias), AMPI_IN(norm, dx_bias),
+                 AMPI_NAMED),
     AMPI_CALL(SOFTMAX, softmax, 0, 0, 0),
     AMPI_CALL(ACTIVATION, activation, AMPI_IN(activation, bias), 0, 0),
     AMPI_CALL(SWIGLU, swiglu, AMPI_IN(swiglu, gate_bias), AMPI_IN(swiglu, up_bias), 0),
@@ -17986,12 +18082,12 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
     memset(&c.k, 0, row->bytes);
     memcpy(&layer, op, sizeof layer);
     plan = (amp_plan *)(void *)((char *)op + row->plan);
-    for (i = 0; i < 2; i++) {
+    for (i = 0; i < 3; i++) {
         c.params[i] = NULL;
         if (row->params[i]) memcpy(&c.params[i], (char *)op + row->params[i], sizeof *c.params);
         AMPI_TRY(ampi_check_known(amp, f, c.params[i]));
     }
-    for (i = 0; i < 2 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i], ampi_seed_scale(amp)));
+    for (i = 0; i < 3 && backward; i++) AMPI_TRY(ampi_gradient_open(amp, f, c.params[i], ampi_seed_scale(amp)));
     if (backward) AMPI_TRY(ampi_check_plan(f, plan));
     AMPI_TRY((row->prepare)(&c));
     AMPI_TRY(ampi_check_places(f, &c.at));
@@ -18001,7 +18097,7 @@ static amp_result ampi_operate(amp_context *amp, int32_t id, void *op, int backw
                                    ampi_versions(c.params[0], c.params[1]), reports));
     AMPI_TRY(ampi_as(f, (row->kernel)(&c)));
     if (!backward) *plan = c.plan;
-    for (i = 0; i < 2 && backward && !reports; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
+    for (i = 0; i < 3 && backward && !reports; i++) ampi_gradient_added(amp, c.params[i], ampi_seed_scale(amp));
     return AMP_OK;
 }
 
@@ -18809,6 +18905,8 @@ struct ampi_node {
     int64_t held, crossing;         /* and the bytes that backward keeps of it; those that a cut before it would keep */
     int32_t users, first;           /* the nodes that read it: how many, and the first of them */
     int32_t wants;                  /* 1: backward computes its gradient, or those of its parameters */
+    int32_t sums, summed;           /* the linear layer whose bias gets its gradient from this node's backward, or
+                                       AMPI_NONE; of that layer 1 */
     int32_t parts;                  /* contributions to its gradient still to come */
     int32_t whole;                  /* 1: splits divide all of it, and only they contribute to its gradient */
     uint64_t split;                 /* the ends of the parts, as hashes that cancel where one part follows another */
@@ -19380,6 +19478,10 @@ static ampi_node *ampi_tape_call(amp_tape *t, ampi_call_key key, const amp_value
 static int ampi_linear_acts(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && n->key.act != AMP_ACT_NONE && !n->op.linear.dy_before_act;
 }
+/* Whether the backward of n computes the gradient of x's activation. */
+static int ampi_takes_act(const ampi_node *n, const ampi_node *x) {
+    return n->key.kind == AMPI_LINEAR && x->key.kind == AMPI_LINEAR && x->op.linear.dy_before_act;
+}
 static int ampi_linear_has_pre(const ampi_node *n) {
     return n->key.kind == AMPI_LINEAR && (n->key.act == AMP_ACT_GELU || n->key.act == AMP_ACT_GELU_ERF);
 }
@@ -19399,7 +19501,8 @@ static int32_t ampi_node_keeps(const amp_tape *t, const ampi_node *n) {
 static void ampi_node_reset(ampi_node *n) {
     int k;
     n->users = n->parts = 0;
-    n->first = n->norm = n->buffer = n->grad = n->pre = n->low = n->dsum = AMPI_NONE;
+    n->first = n->norm = n->buffer = n->grad = n->pre = n->low = n->dsum = n->sums = AMPI_NONE;
+    n->summed = 0;
     n->kept[0] = n->kept[1] = AMPI_NONE;
     n->buffer2 = n->pre2 = n->kept2[0] = n->kept2[1] = AMPI_NONE;
     n->escapes = n->stretch == 0 || n->keep || n->key.kind == AMPI_INPUT;
@@ -19628,6 +19731,51 @@ static amp_result ampi_tape_plan_loss(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
+/* ---- Compiling: gradients of biases.  The gradient of a linear layer's bias is the sum over the rows of the gradient
+   of its output.  If one call of backward writes that gradient, and nothing is added to it, the same call computes the
+   sum while the numbers are in registers.  The layer then need not read them for it. */
+
+/* Lets the backward of n compute the gradient of x's bias, if x is a linear layer that no other node reads. */
+static void ampi_tape_sum_bias(amp_tape *t, ampi_node *n, int32_t x) {
+    ampi_node *layer = &t->nodes[x];
+    const amp_param *bias = layer->key.params[1];
+    const amp_backend *backend = t->object.amp->backend;
+    if (!(n->key.kind == AMPI_LINEAR ? backend->fuses : backend->sums)) return;
+    if (layer->key.kind != AMPI_LINEAR || !layer->wants || ampi_linear_acts(layer) || !ampi_wants_grad(bias) ||
+        bias == n->key.params[0] || bias == n->key.params[1])
+        return;
+    n->sums = x;
+    layer->summed = 1;
+}
+
+/* The product for dx sums in its epilogue, which exists for GELU in 16 bits (DGELU_BGRAD) and rounds the sum to them.
+   A gradient in fp32 is therefore left to the layer's own product for dW, which sums in fp32. */
+static void ampi_tape_sum_linear(amp_tape *t, ampi_node *n) {
+    const ampi_node *x = &t->nodes[n->key.in[0]];
+    if (n->dx[0] < 0 || !ampi_takes_act(n, x) || x->key.act != AMP_ACT_GELU || x->key.params[1] == NULL) return;
+    if (x->key.params[1]->grad.dtype == AMP_F32 || x->key.params[1]->grad.dtype != t->slabs[n->dx[0]].dtype) return;
+    ampi_tape_sum_bias(t, n, n->key.in[0]);
+}
+
+/* The gradients of q, k and v, if they are the thirds of one layer's output, and nothing else reads those. */
+static void ampi_tape_sum_attention(amp_tape *t, ampi_node *n) {
+    int32_t layer = t->nodes[n->key.in[0]].key.in[0], k;
+    if (layer < 0 || !t->nodes[layer].whole || t->nodes[layer].users != 3 || n->y.ndim != 3) return;
+    for (k = 0; k < 3; k++) {
+        const ampi_node *x = &t->nodes[n->key.in[k]];
+        if (x->key.kind != AMPI_SPLIT || x->key.in[0] != layer || x->users != 1 || n->dx[k] < 0 ||
+            t->slabs[n->dx[k]].whole != layer || x->key.size[0] != 2 || x->key.size[1] != k * n->y.shape[2] ||
+            x->key.size[2] != n->y.shape[2])
+            return;
+    }
+    ampi_tape_sum_bias(t, n, layer);
+}
+
+/* Whether a node is a linear layer whose gradient is that of the sum that alone reads it. */
+static int ampi_is_branch(const ampi_node *n) {
+    return n->key.kind == AMPI_LINEAR && n->users == 1 && n->wants && !ampi_linear_acts(n);
+}
+
 /* Plans the gradient of a norm's input.  The norm's backward adds the gradient that its input has so far (.dsum).  If
    the input is the sum of a stream in fp32 and a branch whose last layer computes in 16 bits, the norm also writes the
    gradient in that dtype (.dx_low), for that layer. */
@@ -19644,16 +19792,17 @@ static amp_result ampi_tape_plan_norm(amp_tape *t, int32_t i, int32_t now) {
         t->slabs[have].refs--;
         x->grad = AMPI_NONE;
     }
-    for (k = 0; k < 2 && x->key.kind == AMPI_ADD && x->parts == 1 && t->slabs[n->dx[0]].dtype == AMP_F32; k++) {
+    if (x->key.kind != AMPI_ADD || x->parts != 1) return AMP_OK;
+    for (k = 0; k < 2 && n->low < 0 && t->slabs[n->dx[0]].dtype == AMP_F32; k++) {
         branch = &t->nodes[x->key.in[k]];
         low = branch->key.plan.compute;
-        if (branch->key.kind != AMPI_LINEAR || branch->users != 1 || !branch->wants || ampi_linear_acts(branch) ||
-            (low != AMP_F16 && low != AMP_BF16))
-            continue;
+        if (!ampi_is_branch(branch) || (low != AMP_F16 && low != AMP_BF16)) continue;
         AMPI_TRY(ampi_tape_slab(t, &x->y, low, now, &n->low));
         branch->low = n->low;
-        break;
+        ampi_tape_sum_bias(t, n, x->key.in[k]);
     }
+    for (k = 0; k < 2 && n->low < 0 && n->sums < 0; k++)
+        if (ampi_is_branch(&t->nodes[x->key.in[k]])) ampi_tape_sum_bias(t, n, x->key.in[k]);
     return AMP_OK;
 }
 
@@ -19709,15 +19858,16 @@ static amp_result ampi_tape_plan_split(amp_tape *t, int32_t i) {
     return ampi_tape_contribute(t, n->key.in[0], n->dx[0]);
 }
 
+/* The bias whose gradient the backward of n computes for another layer, or NULL. */
+static amp_param *ampi_bias_summed(const amp_tape *t, const ampi_node *n) {
+    return n->sums < 0 ? NULL : t->nodes[n->sums].key.params[1];
+}
 /* Whether the backward of n, and computing n again, read the value of x that was computed again. */
 static int ampi_reads_again(const ampi_node *n, const ampi_node *x) {
     return x->again && x->stretch == n->stretch;
 }
 static int32_t ampi_buffer_for(const ampi_node *n, const ampi_node *x) {
     return ampi_reads_again(n, x) ? x->buffer2 : x->buffer;
-}
-static int ampi_takes_act(const ampi_node *n, const ampi_node *x) {
-    return n->key.kind == AMPI_LINEAR && x->key.kind == AMPI_LINEAR && x->op.linear.dy_before_act;
 }
 
 /* Extends the time of the slabs of the forward that the backward of node i reads. */
@@ -19807,6 +19957,8 @@ static amp_result ampi_tape_plan_node(amp_tape *t, int32_t i) {
             n->dx[k] = n->grad;
         else AMPI_TRY(ampi_tape_new_dx(t, i, k, now));
     }
+    if (n->key.kind == AMPI_LINEAR) ampi_tape_sum_linear(t, n);
+    if (n->key.kind == AMPI_ATTENTION) ampi_tape_sum_attention(t, n);
     AMPI_TRY(ampi_tape_act(t, i, AMPI_NONE, AMPI_NONE, AMPI_NONE, 0));
     t->slabs[n->grad].refs--;
     for (k = 0; k < AMPI_TAPE_INPUTS; k++)
@@ -20003,6 +20155,8 @@ static void ampi_bind_linear(const amp_tape *t, ampi_node *n, int again) {
     amp_linear_op *op = &n->op.linear;
     op->pre = ampi_tape_view(t, &n->y, again && n->again ? n->pre2 : n->pre);
     op->x_act = AMP_ACT_NONE;
+    op->dy_summed = n->summed;
+    op->dx_bias = ampi_bias_summed(t, n);
     memset(&op->x_pre, 0, sizeof op->x_pre);
     if (!n->wants || x->key.kind != AMPI_LINEAR || !x->op.linear.dy_before_act) return;
     op->x_act = (amp_activation_kind)x->key.act;
@@ -20016,6 +20170,7 @@ static void ampi_bind_norm(const amp_tape *t, ampi_node *n, int again) {
     memset(&op->sum, 0, sizeof op->sum);
     op->dsum = ampi_tape_view(t, &x->y, n->dsum);
     op->dx_low = ampi_tape_view(t, &x->y, n->low);
+    op->dx_bias = ampi_bias_summed(t, n);
     if (x->norm < 0 || &t->nodes[x->norm] != n || (again && !ampi_reads_again(n, x))) return;
     op->sum = x->y;
     op->x = t->nodes[x->key.in[0]].y;
@@ -20071,6 +20226,7 @@ static void ampi_bind_node(amp_tape *t, int32_t i, int again) {
     if (n->key.kind == AMPI_LINEAR) ampi_bind_linear(t, n, again);
     if (ampi_is_norm(n)) ampi_bind_norm(t, n, again);
     if (n->key.kind == AMPI_ROPE) n->op.rope.dq = ampi_tape_gradient_view(t, &t->nodes[n->key.in[0]], n->dx[0]);
+    if (n->key.kind == AMPI_ATTENTION) n->op.attention.qkv_bias = ampi_bias_summed(t, n);
     if (n->key.kind == AMPI_ATTENTION || n->key.kind == AMPI_ROPE) ampi_bind_heads(n);
 }
 
@@ -39124,6 +39280,7 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Intel's cores without AMX it now chooses fp32, and bf16 is multiplied by fp32's kernel, at twice the rate of
        their bf16 instructions and with other bits.  .cpu_path = AMP_CPU_AVX512_BF16 gives the old ones.
        Settings with level O2 or O3 and dtype fp32 or tf32 are accepted, as amp_open accepts them.
+       On a GPU the gradient of a bias is summed in another order, so it has other bits, within the same bounds.
        On a GPU, attention in fp32 and TF32 runs on tensor cores from compute capability 8.0 on, with other bits.
        Attention that reads fp32 and computes in fp16 or bf16 there casts its operands, and rounds its results to that
        dtype, as PyTorch's autocast does.  In fp16 a gradient beyond 65504 becomes infinite, and a scaler skips that
@@ -39147,6 +39304,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        within your captured graph have their own scratch memory.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
+       On a GPU the tape's gradients of biases are summed where the gradient is written: in the backward of norms and of
+       attention, or in the product that computes it (DGELU_BGRAD).  By hand: amp_norm_op.dx_bias and
+       amp_linear_op.dx_bias with amp_linear_op.dy_summed, and amp_attention_op.qkv_bias.  Backends: .sums.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.

@@ -2266,6 +2266,36 @@ __global__ void __launch_bounds__(256)
     ampc_put_sum(out, column, (float)sum);
 }
 
+/* ---- Sums that another kernel computes beside its own results.  Each of its blocks or warps writes a run, which is
+   the sums of its rows.  One launch then adds the runs of up to three such sums, in order, in fp32. */
+
+struct ampc_runs {
+    const float *first;             /* the first run; the next is `apart` numbers further */
+    int64_t runs, apart;
+    amp_k_gradient to;              /* NULL: not wanted */
+};
+struct ampc_run_sums { ampc_runs of[3]; };
+
+/* A block has 32 columns, and 32 threads for each. */
+__global__ void __launch_bounds__(1024) ampc_add_runs(ampc_run_sums sums, int n, int64_t cols) {
+    AMPC_SHARED(float, scratch, 32 * 33);
+    const int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, which = (int)blockIdx.x % n;
+    const ampc_runs x = which == 0 ? sums.of[0] : which == 1 ? sums.of[1] : sums.of[2];
+    const int64_t column = blockIdx.x / (unsigned)n * (int64_t)32 + lane;
+    float sum = 0.0f;
+    if (x.to.data == NULL) return;
+    for (int64_t i = warp; i < x.runs && column < cols; i += 32) sum += x.first[i * x.apart + column];
+    scratch[warp * 33 + lane] = sum;
+    __syncthreads();
+    if (warp != 0 || column >= cols) return;
+    for (int i = 1; i < 32; i++) sum += scratch[i * 33 + lane];
+    ampc_put_sum(x.to, column, sum);
+}
+amp_result ampc_finish_runs(ampc_device *dev, const char *name, const ampc_run_sums &sums, int n, int64_t cols,
+                            void *stream) {
+    return ampc_launch(dev, name, ampc_add_runs, (unsigned)(n * ampc_blocks(cols, 32)), 1024, 0, stream, sums, n, cols);
+}
+
 amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream) {
     ampc_device *dev = (ampc_device *)device;
     const amp_k_gradient out = {a->out, a->out_dtype, a->add};
@@ -2286,6 +2316,11 @@ amp_result ampc_column_sum(void *device, const amp_k_column_sum *a, void *stream
     if (runs == 1) return AMP_OK;
     return ampc_launch(dev, "column_sum", ampc_column_finish_kernel, (unsigned)ampc_blocks(x.cols, 32), 256, 0, stream,
                        (const float *)partial.data, runs, x.cols, out);
+}
+
+amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_gradient &out, void *stream) {
+    amp_k_column_sum s = {x, out.data, out.dtype, out.add};
+    return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
 }
 
 /* ==== 9 >>operators: pieces ====
@@ -2767,11 +2802,18 @@ template <int V> __device__ __forceinline__ void ampc_norm_weigh(const amp_k_nor
     for (int i = 0; i < V; i++) g[i] = ampc_mul(g[i], weight[i]);
 }
 
-/* Computes dx for a chunk.  `dsum` is the chunk of a.dsum, or NULL if it is to be read here. */
+/* Adds V numbers to a thread's sums in shared memory, where words of the same thread are `apart` words apart. */
+template <int V> __device__ __forceinline__ void ampc_add_shared(float *sums, int apart, const float *x) {
+    AMPC_UNROLL
+    for (int i = 0; i < V; i++) sums[i * apart] += x[i];
+}
+
+/* Computes dx for a chunk.  `dsum` is the chunk of a.dsum, or NULL if it is to be read here.  `sums` are the thread's
+   sums of dx, one per column, or NULL. */
 template <int V, int E>
 __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_place<V, E> &place, int64_t row,
                                              int64_t start, int left, float mean, float rstd, const float *means,
-                                             const uint4 *x, const uint4 *dy, const uint4 *dsum) {
+                                             const uint4 *x, const uint4 *dy, const uint4 *dsum, float *sums) {
     AMPC_UNROLL
     for (int p = 0; p < E / V; p++) {
         int at = place.at(p);
@@ -2788,6 +2830,7 @@ __device__ __forceinline__ void ampc_norm_dx(const amp_k_norm &a, const ampc_pla
         if (a.dx_low.data)
             ampc_piece_write<V>(ampc_row(a.dx_low, row, start), a.dx_low.dtype, at, left,
                                 ampc_narrow<V>(g, a.dx_low.dtype));
+        if (sums) ampc_add_shared<V>(sums + p * V * (int)blockDim.x, (int)blockDim.x, g);
     }
 }
 
@@ -2893,14 +2936,40 @@ size_t ampc_norm_stage_bytes(const ampc_row_plan &p) {
     return (size_t)p.block * (size_t)(4 * p.e / p.v) * sizeof(uint4);
 }
 
-/* For rows of one chunk.  The next row is fetched while this one is processed.  If `partials` is NULL, only dx is
-   computed. */
+/* Sums of dx over a block's rows, for the bias of the layer whose gradient dx is.  They are in shared memory behind the
+   stage, [E, threads], because the registers are needed for dweight and dbias. */
+template <int V, int E> struct ampc_norm_dx_sums {
+    float *const mine;              /* NULL: not wanted */
+    __device__ __forceinline__ ampc_norm_dx_sums(const amp_k_norm &a, unsigned char *behind)
+        : mine(a.dx_sum.data ? (float *)(void *)behind + threadIdx.x : NULL) {
+        AMPC_UNROLL
+        for (int k = 0; k < E; k++)
+            if (mine) mine[k * (int)blockDim.x] = 0.0f;
+    }
+    /* The first group of the block adds the sums of all groups, after a barrier. */
+    __device__ void write(const ampc_place<V, E> &place, float *run, int64_t cols) const {
+        if (mine == NULL || place.group != 0) return;
+        AMPC_NO_UNROLL
+        for (int k = 0; k < E; k++) {
+            const int j = place.at(k / V) + k % V;
+            float sum = 0.0f;
+            for (int g = 0; g < place.groups; g++) sum += mine[k * (int)blockDim.x + g * place.lanes];
+            if (j < cols) run[j] = sum;
+        }
+    }
+};
+/* Bytes of shared memory for them. */
+size_t ampc_norm_dx_sum_bytes(const ampc_row_plan &p) { return (size_t)p.block * (size_t)p.e * sizeof(float); }
+
+/* For rows of one chunk.  The next row is fetched while this one is processed.  A block's run has the sums for dweight,
+   dbias and, if it is wanted, a.dx_sum.  If `partials` is NULL, only dx is computed. */
 template <int V, int E> __global__ void __launch_bounds__(AMPC_SUM_THREADS, 1)
 ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
     AMPC_SHARED(float, scratch, 128);
     AMPC_DYNAMIC(memory);
     const ampc_place<V, E> place(lanes);
     const ampc_norm_stage<V, E> stage(memory);
+    const ampc_norm_dx_sums<V, E> dx_sums(a, memory + (int)blockDim.x * (4 * E / V) * (int)sizeof(uint4));
     ampc_column_sums<V, E> sums(place, (float *)(void *)memory, false);
     const int64_t step = (int64_t)gridDim.x * place.groups;
     float next_mean, next_rstd;
@@ -2930,11 +2999,14 @@ ampc_norm_gradient_rows(amp_k_norm a, int lanes, float share, float *partials) {
         means[0] = a.rms ? 0.0f : ampc_mul(means[0], share);
         means[1] = ampc_mul(means[1], share);
         stage.get(half, x, dy);
-        ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum);
+        ampc_norm_dx(a, place, row, 0, left, mean, rstd, means, x, dy, dsum, dx_sums.mine);
     }
     ampc_copy_wait<0>();
     __syncthreads();                            /* the sums reuse the memory of the rows */
-    if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
+    if (partials == NULL) return;
+    float *run = partials + (dx_sums.mine ? 3 : 2) * a.x.cols * blockIdx.x;
+    dx_sums.write(place, run + 2 * a.x.cols, a.x.cols);
+    sums.write(run, a.x.cols);
 }
 
 /* For rows of any length.  The next chunk is prefetched into the L2 cache during this one and across a row's
@@ -2976,7 +3048,7 @@ ampc_norm_gradient_wide(amp_k_norm a, int lanes, int64_t chunks, float share, fl
         means[1] = ampc_mul(means[1], share);
         for (c = chunks - 1; c >= 0; c--) {
             if (c != chunks - 1) fetch(place.start(c), place.left(c, cols));
-            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy, NULL);
+            ampc_norm_dx(a, place, row, place.start(c), place.left(c, cols), mean, rstd, means, x, dy, NULL, NULL);
         }
     }
     if (partials) sums.write(partials + 2 * a.x.cols * blockIdx.x, a.x.cols);
@@ -3010,26 +3082,6 @@ __global__ void __launch_bounds__(128) ampc_norm_gradient_columns(amp_k_norm a, 
     }
 }
 
-/* Sets a gradient to the sum of the partial sums, or adds that sum to it.  A block has 32 columns, and 32 threads for
-   each. */
-__global__ void __launch_bounds__(1024) ampc_norm_reduce(amp_k_gradient dweight, amp_k_gradient dbias,
-                                                         const float *partials, int64_t blocks, int64_t cols) {
-    AMPC_SHARED(float, scratch, 32 * 33);
-    int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, which = (int)(blockIdx.x % 2);
-    int64_t col = blockIdx.x / 2 * (int64_t)32 + lane;
-    amp_k_gradient to = which ? dbias : dweight;
-    float sum[1] = {0.0f};
-    if (to.data == NULL) return;
-    if (col < cols) {
-        for (int64_t b = warp; b < blocks; b += 32) sum[0] += partials[(2 * b + which) * cols + col];
-    }
-    scratch[warp * 33 + lane] = sum[0];
-    __syncthreads();
-    if (warp != 0 || col >= cols) return;
-    for (int i = 1; i < 32; i++) sum[0] += scratch[i * 33 + lane];
-    ampc_piece_sum<1>(to.data, to.dtype, col, cols, sum, to.add);
-}
-
 /* Plans the rows of a backward pass.  If shared memory is too small for the rows that wait there, a block has fewer
    groups.  If one group is still too much, the kernel for rows of any length is planned. */
 ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t cols) {
@@ -3044,41 +3096,68 @@ ampc_row_plan ampc_norm_plan(const ampc_device *d, int v, int64_t rows, int64_t 
     return p;
 }
 
+/* How a backward pass runs. */
+struct ampc_norm_way {
+    int v;                          /* the width of accesses */
+    ampc_row_plan plan;
+    size_t shared;                  /* bytes */
+    bool sums, wide, dx_sums;       /* sums: some are wanted; wide: another kernel does dweight and dbias */
+};
+ampc_norm_way ampc_norm_way_of(const ampc_device *d, const amp_k_norm &a) {
+    ampc_norm_way w;
+    w.v = ampc_width(ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx), a.dx_low);
+    w.v = ampc_width_shared(w.v, a.weight, a.weight_dtype);
+    w.plan = ampc_norm_plan(d, w.v, a.x.rows, a.x.cols);
+    const bool staged = ampc_one_chunk(w.plan.v, w.plan.e);
+    const size_t room = d->has.shared_limit - 1024, stage = ampc_norm_stage_bytes(w.plan),
+                 behind = ampc_norm_dx_sum_bytes(w.plan), sums = ampc_column_scratch(w.plan);
+    w.dx_sums = a.dx_sum.data && staged && stage + behind <= room;
+    w.sums = a.dweight.data || a.dbias.data || w.dx_sums;
+    w.wide = w.plan.chunks > 1 || sums > room;
+    w.shared = staged ? stage + (w.dx_sums ? behind : 0) : w.sums && !w.wide ? sums : 0;
+    return w;
+}
+
+amp_result ampc_norm_gradient_sums(ampc_device *d, const char *name, const amp_k_norm &a, const ampc_norm_way &w,
+                                   float *partials, void *stream) {
+    const int64_t blocks = w.plan.grid, cols = a.x.cols, apart = (w.dx_sums ? 3 : 2) * cols;
+    if (w.wide)
+        AMPC_TRY(ampc_launch(d, name,
+                             w.v == 8   ? ampc_norm_gradient_columns<8>
+                             : w.v == 4 ? ampc_norm_gradient_columns<4>
+                                        : ampc_norm_gradient_columns<1>,
+                             w.plan.grid * (unsigned)ampc_blocks(cols, (int64_t)128 * w.v), 128, 0, stream, a, blocks,
+                             partials));
+    return ampc_finish_runs(d, name, ampc_run_sums{{{partials, blocks, apart, a.dweight},
+                                                    {partials + cols, blocks, apart, a.dbias},
+                                                    {partials + 2 * cols, blocks, apart, a.dx_sum}}},
+                            w.dx_sums ? 3 : 2, cols, stream);
+}
+
 amp_result ampc_norm_backward(void *dev, const amp_k_norm *args, void *stream) {
     ampc_device *d = (ampc_device *)dev;
     amp_k_norm a = *args;
     const char *name = a.rms ? "amp_rmsnorm_backward" : "amp_layernorm_backward";
     ampc_scratch scratch(d, stream);
-    int v = ampc_width(ampc_width(ampc_width(ampc_width(ampc_width(8, a.x), a.dy), a.dsum), a.dx), a.dx_low);
     if (a.rms) a.dbias.data = NULL;
-    v = ampc_width_shared(v, a.weight, a.weight_dtype);
-    ampc_row_plan plan = ampc_norm_plan(d, v, a.x.rows, a.x.cols);
-    size_t shared = ampc_column_scratch(plan);
-    bool sums = a.dweight.data || a.dbias.data, wide = plan.chunks > 1 || shared + 1024 > d->has.shared_limit;
-    unsigned blocks = plan.grid, threads = (unsigned)plan.block;
+    const ampc_norm_way w = ampc_norm_way_of(d, a);
+    const ampc_row_plan &plan = w.plan;
     float share = 1.0f / (float)a.x.cols;
-    if (sums) AMPC_TRY(scratch.get((size_t)blocks * 2 * (size_t)a.x.cols * sizeof(float), name));
+    if (!w.dx_sums) a.dx_sum.data = NULL;
+    if (w.sums)
+        AMPC_TRY(scratch.get((size_t)plan.grid * (w.dx_sums ? 3 : 2) * (size_t)a.x.cols * sizeof(float), name));
     float *partials = (float *)scratch.data;
     AMPC_TRY(ampc_pick_shape(plan, [&](auto shape) {
         typedef decltype(shape) S;
         if constexpr (ampc_one_chunk(S::v, S::e))
-            return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, blocks, threads,
-                               ampc_norm_stage_bytes(plan), stream, a, plan.lanes, share, partials);
+            return ampc_launch(d, name, ampc_norm_gradient_rows<S::v, S::e>, plan.grid, (unsigned)plan.block, w.shared,
+                               stream, a, plan.lanes, share, partials);
         else
-            return ampc_launch(d, name, ampc_norm_gradient_wide<S::v, S::e>, blocks, threads,
-                               sums && !wide ? shared : 0, stream, a, plan.lanes, plan.chunks, share,
-                               wide ? NULL : partials);
+            return ampc_launch(d, name, ampc_norm_gradient_wide<S::v, S::e>, plan.grid, (unsigned)plan.block, w.shared,
+                               stream, a, plan.lanes, plan.chunks, share, w.wide ? NULL : partials);
     }));
-    if (!sums) return AMP_OK;
-    if (wide)
-        AMPC_TRY(ampc_launch(d, name,
-                             v == 8   ? ampc_norm_gradient_columns<8>
-                             : v == 4 ? ampc_norm_gradient_columns<4>
-                                      : ampc_norm_gradient_columns<1>,
-                             blocks * (unsigned)ampc_blocks(a.x.cols, (int64_t)128 * v), 128, 0, stream, a,
-                             (int64_t)blocks, partials));
-    return ampc_launch(d, name, ampc_norm_reduce, (unsigned)(2 * ampc_blocks(a.x.cols, 32)), 1024, 0, stream, a.dweight,
-                       a.dbias, partials, (int64_t)blocks, a.x.cols);
+    if (w.sums) AMPC_TRY(ampc_norm_gradient_sums(d, name, a, w, partials, stream));
+    return w.dx_sums ? AMP_OK : ampc_sum_columns(d, args->dx, args->dx_sum, stream);
 }
 
 /* ---- Softmax over masked rows */
@@ -4730,11 +4809,6 @@ __global__ void __launch_bounds__(256) ampc_row_sum_kernel(amp_mat x, amp_k_grad
         total = ampc_warp_sum(total);
         if (threadIdx.x % 32 == 0) ampc_put_sum(out, row, (float)total);
     }
-}
-
-amp_result ampc_sum_columns(ampc_device *dev, const amp_mat &x, const amp_k_gradient &out, void *stream) {
-    amp_k_column_sum s = {x, out.data, out.dtype, out.add};
-    return out.data == NULL ? AMP_OK : ampc_column_sum(dev, &s, stream);
 }
 
 /* Computes the sums that no epilogue computed. */
@@ -6931,6 +7005,9 @@ struct ampc_flash_call {
     float *lse;
     const float2 *stats;            /* backward: lse, as ampc_flash_power takes it, and delta of every query */
     int64_t padded;                 /* queries of a head in stats, padded to a multiple of 128 */
+    /* backward: the sums over each warp's rows of the results, [batch, runs, results, heads * dim], or NULL */
+    float *sums;
+    int runs;                       /* of a sequence */
 };
 
 #if AMPC_TENSOR_CORES
@@ -7590,7 +7667,30 @@ __device__ __forceinline__ void ampc_flash_slopes(const ampc_flash_call &a, floa
     }
 }
 
-/* Writes the warp's rows of the results, which begin with row `mine` of the block. */
+/* Sums the rows [own, own + n) of a result over its columns, as they were stored.  Lanes take pieces of a row side by
+   side, and several rows at once. */
+template <int D, amp_dtype C>
+__device__ __forceinline__ void ampc_flash_sum(const ampc_flash_call &a, const ampc_flash_operand &x,
+                                               const ampc_flash_place &p, int own, int n, float *run) {
+    constexpr int V = ampc_in_words(C) ? 4 : 8, LANES = D / V;
+    constexpr amp_dtype stored = ampc_in_words(C) ? AMP_F32 : C;
+    const int lane = (int)threadIdx.x % 32, at = lane % LANES * V;
+    float sum[V] = {};
+    for (int i = lane / LANES; i < n && at < a.dim; i += 32 / LANES) {
+        float row[V];
+        ampc_widen<V>(ampc_piece_get<V>(ampc_within(x.at(p, own + i), stored, at), stored), stored, row);
+        AMPC_UNROLL
+        for (int e = 0; e < V; e++) sum[e] += row[e];
+    }
+    AMPC_UNROLL
+    for (int e = 0; e < V; e++) {
+        AMPC_UNROLL
+        for (int step = LANES; step < 32; step *= 2) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], step);
+        if (lane < LANES && at < a.dim) run[at + e] = sum[e];
+    }
+}
+
+/* Writes the warp's rows of the results, which begin with row `mine` of the block, and then their sums. */
 template <ampc_flash_pass PASS, int D, amp_dtype C, int M>
 __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a,
                                                         const ampc_sweep<PASS == AMPC_TO_KEYS> &sweep,
@@ -7610,10 +7710,17 @@ __device__ __forceinline__ void ampc_flash_put_gradient(const ampc_flash_call &a
     for (int i = 0; i < 2 * M; i++) factor[i / 2][i % 2] = 1.0f;
     if (KEYS)
         ampc_tile_write<D, C>(second, factor, scratch, a.out[1].at(sweep.place, own), a.out[1].row, a.dim, left);
-    if ((!ampc_in_words(C) && !a.hides) || !(ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) return;
-    __syncwarp();
-    for (int i = own; i < own + min(left, 16 * M); i++)
-        ampc_flash_recompute_row<PASS, D, C>(a, sweep, i, KEYS ? stats : stats + i);
+    if ((ampc_in_words(C) || a.hides) && (ampc_has_nan(first) || (KEYS && ampc_has_nan(second)))) {
+        __syncwarp();
+        for (int i = own; i < own + min(left, 16 * M); i++)
+            ampc_flash_recompute_row<PASS, D, C>(a, sweep, i, KEYS ? stats : stats + i);
+    }
+    if (a.sums == NULL) return;
+    const int64_t columns = a.heads * a.dim, run = (int64_t)sweep.place.b * a.runs + own / (16 * M);
+    float *sums = a.sums + (run * (KEYS ? 2 : 1)) * columns + (int64_t)sweep.place.h * a.dim;
+    __syncwarp();                               /* the lanes read rows that others wrote */
+    ampc_flash_sum<D, C>(a, a.out[0], sweep.place, own, min(left, 16 * M), sums);
+    if (KEYS) ampc_flash_sum<D, C>(a, a.out[1], sweep.place, own, min(left, 16 * M), sums + columns);
 }
 
 #endif /* AMPC_TENSOR_CORES */
@@ -8396,42 +8503,96 @@ amp_result ampc_flash_forward(ampc_device *dev, const amp_k_attention &given, vo
     }));
 }
 
+/* ---- Sums of the gradients over all rows, for the bias of the layer that made q, k and v.  A warp adds the rows that
+   it has written to a run, and one launch at the end adds the runs. */
+
+bool ampc_attention_sums(const amp_k_attention &a) {
+    return a.sums[0].data != NULL || a.sums[1].data != NULL || a.sums[2].data != NULL;
+}
+/* The same by column sums of dq, dk and dv. */
+amp_result ampc_attention_sums_apart(ampc_device *dev, const amp_k_attention &a, void *stream) {
+    void *const data[] = {a.dq, a.dk, a.dv};
+    const int64_t *const stride[] = {a.dq_stride, a.dk_stride, a.dv_stride};
+    for (int i = 0; i < 3; i++) {
+        const int64_t rows = i == 0 ? a.queries : a.keys, apart = rows > 1 ? stride[i][1] : stride[i][0];
+        AMPC_TRY(ampc_sum_columns(dev, amp_mat{data[i], a.dtype, 0, a.batch * rows, a.heads * a.dim, apart}, a.sums[i],
+                                  stream));
+    }
+    return AMP_OK;
+}
+
+/* The runs of a backward, with memory for runs of 16 rows, the shortest that a kernel writes. */
+struct ampc_flash_runs {
+    ampc_scratch memory;
+    float *of[2];                   /* of dq; of dk and dv; NULL: not wanted */
+    int runs[2];                    /* of a sequence */
+    ampc_flash_runs(ampc_device *dev, void *stream) : memory(dev, stream), of(), runs() {}
+    amp_result open(const amp_k_attention &a, const char *name) {
+        const int64_t columns = a.heads * a.dim, queries = a.batch * ampc_blocks(a.queries, 16) * columns,
+                      keys = a.batch * ampc_blocks(a.keys, 16) * columns;
+        AMPC_TRY(memory.get((size_t)(queries + 2 * keys) * sizeof(float), name));
+        of[0] = (float *)memory.data;
+        of[1] = of[0] + queries;
+        return AMP_OK;
+    }
+    void give(ampc_flash_call *call, bool keys, int rows) {
+        call->sums = of[keys];
+        call->runs = runs[keys] = (int)ampc_blocks(keys ? call->keys : call->queries, rows);
+    }
+    amp_result close(ampc_device *dev, const amp_k_attention &a, const char *name, void *stream) const {
+        const int64_t columns = a.heads * a.dim, queries = a.batch * runs[0], keys = a.batch * runs[1];
+        return ampc_finish_runs(dev, name, ampc_run_sums{{{of[0], queries, columns, a.sums[0]},
+                                                          {of[1], keys, 2 * columns, a.sums[1]},
+                                                          {of[1] + columns, keys, 2 * columns, a.sums[2]}}},
+                                3, columns, stream);
+    }
+};
+
 template <ampc_flash_pass PASS, int D, amp_dtype C>
 amp_result ampc_flash_gradient(ampc_device *dev, const amp_k_attention &a, void *stream, const ampc_flash_bits &bits,
-                               const float2 *stats) {
+                               const float2 *stats, ampc_flash_runs *runs) {
+    constexpr bool keys = PASS == AMPC_TO_KEYS, words = ampc_in_words(C);
+    constexpr ampc_flash_shape shape = ampc_flash_shape_of(D, PASS, words);
     ampc_flash_call call = ampc_flash_prepare(a, PASS, bits);
     const unsigned blocks = (unsigned)(call.all_heads * call.tiles);
     ampc_hopper_call hopper;
     call.stats = stats;
-    if constexpr (!ampc_in_words(C)) {
+    runs->give(&call, keys, 16);
+    if constexpr (!words) {
         if (ampc_hopper_takes(dev, call, PASS, C, &hopper))
             return ampc_launch(dev, "amp_attention_backward", ampc_flash_hopper_gradient_rows<PASS, D, C>, blocks,
                                AMPC_HOPPER_THREADS, ampc_hopper_layout<PASS, D>::all, stream, hopper);
     }
+    runs->give(&call, keys, 32 * AMPC_FLASH_OWN / shape.threads);
     return ampc_launch(dev, "amp_attention_backward", ampc_flash_gradient_rows<PASS, D, C>, blocks,
-                       (unsigned)ampc_flash_shape_of(D, PASS, ampc_in_words(C)).threads,
-                       ampc_flash_shared(D, PASS, ampc_in_words(C)), stream, call);
+                       (unsigned)shape.threads, ampc_flash_shared(D, PASS, words), stream, call);
 }
 
 amp_result ampc_flash_backward(ampc_device *dev, const amp_k_attention &given, void *stream) {
     const char *name = "amp_attention_backward";
     ampc_filled_heads heads(dev, given, name, stream);
     ampc_scratch scratch(dev, stream), mask(dev, stream);
+    ampc_flash_runs runs(dev, stream);
     ampc_flash_bits bits;
     const amp_k_attention &a = heads.a;
     AMPC_TRY(heads.open(true));
+    const bool apart = a.dim != given.dim;      /* a filled head has more columns than the bias */
     AMPC_TRY(ampc_flash_mask(dev, a, name, stream, &mask, &bits));
     const ampc_flash_call call = ampc_flash_prepare(a, AMPC_TO_QUERIES, bits);
     int64_t rows = call.all_heads * call.padded;
     AMPC_TRY(scratch.get((size_t)rows * sizeof(float2), name));
-    return heads.close(ampc_flash_pick(a, [&](auto kind) {
+    if (ampc_attention_sums(a) && !apart) AMPC_TRY(runs.open(a, name));
+    const amp_result result = heads.close(ampc_flash_pick(a, [&](auto kind) {
         typedef decltype(kind) K;
         float2 *stats = (float2 *)scratch.data;
         constexpr int v = K::words ? 4 : 8;
         AMPC_TRY((ampc_attention_stats<v, K::d / v>(dev, a, call.padded, stats, stream)));
-        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::compute>(dev, a, stream, bits, stats)));
-        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::compute>(dev, a, stream, bits, stats);
+        AMPC_TRY((ampc_flash_gradient<AMPC_TO_KEYS, K::d, K::compute>(dev, a, stream, bits, stats, &runs)));
+        return ampc_flash_gradient<AMPC_TO_QUERIES, K::d, K::compute>(dev, a, stream, bits, stats, &runs);
     }));
+    AMPC_TRY(result);
+    if (runs.of[0] == NULL) return ampc_attention_sums_apart(dev, given, stream);
+    return runs.close(dev, a, name, stream);
 }
 
 /* ==== 9 >>operators: attention on the fp32 units ====
@@ -8819,8 +8980,9 @@ amp_result ampc_attention_backward(void *device, const amp_k_attention *given, v
     if (ampc_flash_serves(dev, *a)) return ampc_flash_backward(dev, *a, stream);
     if (rows > 0) AMPC_TRY(stats.get((size_t)rows * sizeof(float2), "amp_attention_backward"));
     AMPC_TRY((ampc_attention_stats<1, 32>(dev, *a, a->queries, (float2 *)stats.data, stream)));
-    return a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float2 *)stats.data, stream)
-                                    : ampc_attention_gradients_as<2>(dev, a, (const float2 *)stats.data, stream);
+    AMPC_TRY(a->dim <= AMPC_GEMM_TILE ? ampc_attention_gradients_as<1>(dev, a, (const float2 *)stats.data, stream)
+                                      : ampc_attention_gradients_as<2>(dev, a, (const float2 *)stats.data, stream));
+    return ampc_attention_sums_apart(dev, *given, stream);
 }
 
 /* ==== 11 >>gradients ====
@@ -10174,6 +10336,7 @@ __extension__ const amp_backend ampc_backend = {.abi = AMP_ABI,
                                                 .close = ampc_close,
                                                 .describe = ampc_describe,
                                                 .fuses = 1,
+                                                .sums = 1,
                                                 .host_visible = 0,
                                                 .saturates = 1,
                                                 .quantizes = 1,

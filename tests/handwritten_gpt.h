@@ -405,12 +405,28 @@ static inline void hand_pass_low(hand_gpt *g, amp_norm_op *norm, amp_dropout_op 
     pass_low(norm, g->config.dropout > 0 ? drop : NULL, linear, g->d_low);
 }
 
+/* On a backend with .sums, what writes the gradient of a layer's output also sums it for the layer's bias.  Dropout between
+   the two writes it anew. */
+static inline void hand_sum_biases(hand_gpt *g) {
+    amp_desc desc;
+    int64_t layer;
+    if (amp_query(g->amp, &desc) != AMP_OK || !desc.backend->sums) return;
+    for (layer = 0; layer < g->config.layers; layer++) {
+        hand_block *b = &g->blocks[layer];
+        b->attention.qkv_bias = b->c_attn.bias; b->c_attn.dy_summed = 1;
+        if (g->config.dropout > 0) continue;
+        b->ln_2.dx_bias = b->attn_proj.bias; b->attn_proj.dy_summed = 1;
+        (layer + 1 < g->config.layers ? &b[1].ln_1 : &g->ln_f)->dx_bias = b->mlp_proj.bias; b->mlp_proj.dy_summed = 1;
+    }
+}
+
 /* After hand_forward and hand_loss with backward: all gradients. */
 static inline amp_result hand_backward(hand_gpt *g) {
     amp_context *amp = g->amp;
     int drop = g->config.dropout > 0;
     int64_t layer;
     if (!g->config.fused_loss) EX_TRY(amp_linear_backward(amp, &g->head));
+    hand_sum_biases(g);
     for (layer = 0; layer < g->config.layers; layer++) {
         hand_block *b = &g->blocks[layer];
         hand_pass_low(g, &b->ln_2, &b->attn_drop, &b->attn_proj);

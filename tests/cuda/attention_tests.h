@@ -221,6 +221,23 @@ static void get_all(cuda_side &s, const problem &p, const char *base, std::strin
     for (int t : results) *out += dense[t];
 }
 
+/* The sums of a result over batch and positions are those of the stored numbers in fp64, added to `before`. */
+static void check_sums(const problem &p, const std::string &results, size_t at, int t, const std::string &before,
+                       const std::string &got, size_t first) {
+    size_t columns = (size_t)(p.shape.heads * p.shape.dim);
+    for (size_t c = 0; c < columns; c++) {
+        double was = ((const float *)before.data())[first + c], sum = was, magnitude = fabs(was), result = ((const float *)got.data())[first + c];
+        size_t n = (size_t)p.count(t) / columns;
+        for (size_t i = 0; i < n; i++) {
+            double x = cuda_value(results.data() + at, p.type.storage, i * columns + c);
+            sum += x, magnitude += fabs(x);
+        }
+        bool good = sum - sum == 0 ? fabs(result - sum) <= ((double)n + 4) * u * magnitude : !(result - result == 0);
+        CHECK_MSG(good, "the sum of tensor %d over column %d is %g, must be %g: %s, %d queries, %d keys, %d dims", t, (int)c, result, sum,
+                  p.mask.kind.name, (int)p.shape.queries, (int)p.shape.keys, (int)p.shape.dim);
+    }
+}
+
 void problem::run(cuda_side &s, std::string *out) const {
     amp_k_attention a = {};
     char *base = put_all(s, *this);
@@ -233,9 +250,24 @@ void problem::run(cuda_side &s, std::string *out) const {
     set_stride(a.do_stride, v[D_O]), set_stride(a.dq_stride, v[DQ]), set_stride(a.dk_stride, v[DK]), set_stride(a.dv_stride, v[DV]);
     a.lse = (float *)s.room((size_t)rows() * 4);
     a.mask = mask.on(s);
+    std::vector<float> before((size_t)(3 * shape.heads * shape.dim), 0.5f);
+    bool adjacent = shape.heads == 1 || where.views[DQ].stride[2] + where.views[DK].stride[2] + where.views[DV].stride[2] == 3 * shape.dim;
+    float *sums = s.backend->sums && adjacent && shape.layout != DENSE ? s.put(before) : NULL;
+    for (int i = 0; i < 3 && sums != NULL; i++) a.sums[i] = amp_k_gradient{sums + i * shape.heads * shape.dim, AMP_F32, 1};
     ok(s.backend->attention(s.dev, &a, NULL));
     if (backward) ok(s.backend->attention_backward(s.dev, &a, NULL));
+    size_t results = out->size();
     get_all(s, *this, base, out);
+    if (sums != NULL && backward) {
+        std::string got, was((const char *)before.data(), before.size() * 4);
+        s.get(&got, sums, was.size());
+        const int each[] = {DQ, DK, DV};
+        results += (size_t)count(O) * size();
+        for (int i = 0; i < 3; i++) {
+            check_sums(*this, *out, results, each[i], was, got, (size_t)(i * shape.heads * shape.dim));
+            results += (size_t)count(each[i]) * size();
+        }
+    }
     s.get(out, a.lse, (size_t)rows() * 4);
 }
 

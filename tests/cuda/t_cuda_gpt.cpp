@@ -261,6 +261,25 @@ CUDA_TEST(tape_is_as_lean_as_by_hand) {
     }
 }
 
+/* The gradients of a block's four biases take two launches more than a backward without them.  One adds up what attention's
+   kernels have summed for q, k and v.  The other is of the MLP's first layer: with gradients in fp32 its sum is left to its
+   product for dW, whose library here has no epilogue for it.  The sums of the two branches are among those of the norms. */
+CUDA_TEST(biases_cost_two_launches) {
+    if (!CUDA_IS_MODEL) SKIP("counts launches, which only the model can");
+    for (amp_dtype dtype : {AMP_BF16, AMP_F16, AMP_F32}) {
+        gpt_training t;
+        float loss;
+        CHECK_OK(t.open({amp_cuda(), dtype, 1, 0, 0, 3}));
+        for (int i = 0; i < 2; i++) CHECK_OK(t.step(i, &loss));
+        coc_reset_counts();
+        CHECK_OK(t.forward_backward());
+        CHECK_OK(amp_sync(t.amp));
+        CHECK_EQ(coc_kernel_launches("ampc_column"), 3);
+        CHECK_EQ(coc_kernel_launches("ampc_norm_gradient_rows"), 2 * 3 + 1);
+        CHECK_EQ(coc_kernel_launches("ampc_add_runs"), 2 * 3 + 1 + 3);
+    }
+}
+
 /* A captured step, launched again and again, trains as steps that are called. */
 CUDA_TEST(tape_in_a_graph) {
     std::vector<float> called = train({amp_cuda(), AMP_F16, 1, 0.1f, 0}, 5);
@@ -478,6 +497,7 @@ int main(int argc, char **argv) {
     RUN_PLAIN(steady_step);
     RUN_PLAIN(steady_step_casts_nothing);
     RUN_PLAIN(tape_is_as_lean_as_by_hand);
+    RUN_PLAIN(biases_cost_two_launches);
     RUN(tape_in_a_graph);
     RUN(two_networks_in_a_graph);
     RUN_PLAIN(encoder_step_casts_no_gradient);

@@ -562,8 +562,23 @@ CUDA_TEST(norm) {
     far_away([](const cuda_shape &shape, const dtypes &t) { norm_forward(shape, t, norm_cases[3]); });
 }
 
-/* parts: 1 weight, 2 gradients of weight and bias, 4 dsum, 8 they are added to what is there */
-static const norm_case norm_back_cases[] = {{0, 3}, {1, 3}, {0, 15}, {1, 7}, {0, 4}, {0, 2}, {1, 10}};
+/* parts: 1 weight, 2 gradients of weight and bias, 4 dsum, 8 they are added to what is there, 16 the sum of dx, on the GPU */
+static const norm_case norm_back_cases[] = {{0, 3}, {1, 3}, {0, 31}, {1, 23}, {0, 4}, {0, 2}, {1, 10}, {0, 20}};
+
+/* It sums dx before dx is rounded. */
+static void check_dx_sum(cuda_side &s, const std::string &dx, const amp_k_gradient &sum, const cuda_shape &shape, const dtypes &t,
+                         const doubles &before) {
+    doubles x = values_of(dx, t.c), got;
+    std::string bytes;
+    s.get(&bytes, sum.data, (size_t)shape.cols * amp_dtype_size(t.d));
+    got = values_of(bytes, t.d);
+    for (size_t j = 0; j < (size_t)shape.cols; j++) {
+        double exact = before[j], magnitude = fabs(before[j]), rounding = 0;
+        for (size_t i = j; i < x.size(); i += (size_t)shape.cols) exact += x[i], magnitude += fabs(x[i]), rounding += cuda_spacing(t.c, x[i]);
+        double bound = cuda_sum_bound(shape.rows + 2, magnitude) + rounding + cuda_spacing(t.d, exact);
+        CHECK_MSG(fabs(got[j] - exact) <= bound, "%s: the sum of dx in column %d is %g, must be %g", shape.name, (int)j, got[j], exact);
+    }
+}
 
 static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case &c) {
     int64_t n = shape.count(), rows = shape.rows, cols = shape.cols;
@@ -594,8 +609,11 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
         k.dweight.dtype = k.dbias.dtype = t.d;
         k.dweight.add = k.dbias.add = (c.parts & 8) != 0;
         if (low != AMP_DTYPE_DEFAULT) k.dx_low = mat_at(s, NULL, shape, low);
+        if ((c.parts & 16) && s.backend->sums)
+            k.dx_sum = amp_k_gradient{s.put(old.data(), old.size()), t.d, (c.parts & 8) != 0};
         ok(s.backend->norm_backward(s.dev, &k, NULL));
         get_mat(s, out, k.dx);
+        if (k.dx_sum.data != NULL) check_dx_sum(s, *out, k.dx_sum, shape, t, c.parts & 8 ? before : doubles((size_t)cols));
         if (low != AMP_DTYPE_DEFAULT) {
             std::string got, rounded((size_t)n * 2, 0);
             get_mat(s, &got, k.dx_low);
@@ -631,7 +649,7 @@ static void norm_back(const cuda_shape &shape, const dtypes &t, const norm_case 
 CUDA_TEST(norm_backward) {
     each(true, [](const cuda_shape &shape, const dtypes &t) {
         for (const norm_case &c : norm_back_cases)
-            if (shape.count() < 1000 || c.parts == 15 || (c.parts == 7 && shape.count() < 5000)) norm_back(shape, t, c);
+            if (shape.count() < 1000 || c.parts == 31 || (c.parts == 23 && shape.count() < 5000)) norm_back(shape, t, c);
     });
     far_away([](const cuda_shape &shape, const dtypes &t) { norm_back(shape, t, norm_back_cases[2]); });
 }

@@ -52,7 +52,7 @@ CALL(amp_dropout, amp_dropout_op) CALL(amp_dropout_backward, amp_dropout_op)
 CALL(amp_rope, amp_rope_op) CALL(amp_rope_backward, amp_rope_op)
 
 static amp_tensor rows(int buffer, int64_t n, int64_t cols) { return amp_tensor2(room[buffer], AMP_F32, n, cols); }
-static amp_param params[2];
+static amp_param params[3];
 static amp_param *param(int which, int buffer, int64_t n, int64_t cols) {
     amp_param *p = &params[which];
     memset(p, 0, sizeof *p);
@@ -67,7 +67,12 @@ static void make_linear(void *memory) {
     op->x = rows(0, 6, 3); op->y = rows(1, 6, 5); op->pre = rows(2, 6, 5);
     op->weight = param(0, 3, 5, 3); op->bias = param(1, 5, 5, 0);
     op->act = AMP_ACT_GELU; op->x_act = AMP_ACT_GELU;
-    op->dy = rows(7, 6, 5); op->dx = rows(8, 6, 3); op->x_pre = rows(9, 6, 3);
+    op->dy = rows(7, 6, 5); op->dx = rows(8, 6, 3); op->x_pre = rows(9, 6, 3); op->dx_bias = param(2, 10, 3, 0);
+}
+/* Without a bias of the layer before, dx is not needed. */
+static void make_linear_alone(void *memory) {
+    make_linear(memory);
+    ((amp_linear_op *)memory)->dx_bias = NULL;
 }
 static void make_matmul(void *memory) {
     amp_matmul_op *op = (amp_matmul_op *)memory;
@@ -90,13 +95,14 @@ static void make_attention(void *memory) {
     op->lse = room[4];
     op->mask.kind = AMP_MASK_PREFIX; op->mask.prefix = prefix;
     op->d_o = heads(5, 3); op->dq = heads(6, 3); op->dk = heads(7, 5); op->dv = heads(8, 5);
+    op->qkv_bias = param(0, 9, 24, 0);
 }
 static void make_rms(void *memory) {
     amp_norm_op *op = (amp_norm_op *)memory;
     op->x = rows(0, 4, 6); op->residual = rows(1, 4, 6); op->sum = rows(2, 4, 6); op->y = rows(3, 4, 6);
     op->weight = param(0, 4, 6, 0);
     op->rstd = room[8]; op->dy = rows(10, 4, 6); op->dsum = rows(11, 4, 6); op->dx = rows(12, 4, 6);
-    op->dx_low = amp_tensor2(room[13], AMP_BF16, 4, 6);
+    op->dx_low = amp_tensor2(room[13], AMP_BF16, 4, 6); op->dx_bias = param(2, 14, 6, 0);
 }
 static void make_norm(void *memory) {
     amp_norm_op *op = (amp_norm_op *)memory;
@@ -156,12 +162,14 @@ static void make_rope(void *memory) {
     {AT(amp_norm_op, x), TENSOR, BOTH}, {AT(amp_norm_op, residual), OPTIONAL, BOTH}, {AT(amp_norm_op, sum), TENSOR, BOTH}, {AT(amp_norm_op, y), TENSOR, BOTH}, \
     {AT(amp_norm_op, weight), OPTIONAL_PARAM, BOTH}, {AT(amp_norm_op, rstd), POINTER, BOTH}, \
     {AT(amp_norm_op, dy), TENSOR, BACKWARD}, {AT(amp_norm_op, dsum), OPTIONAL, BACKWARD}, {AT(amp_norm_op, dx), TENSOR, BACKWARD}, \
-    {AT(amp_norm_op, dx_low), OPTIONAL, BACKWARD}
+    {AT(amp_norm_op, dx_low), OPTIONAL, BACKWARD}, {AT(amp_norm_op, dx_bias), OPTIONAL_PARAM, BACKWARD}
 static const operator_case cases[] = {
     {"linear", sizeof(amp_linear_op), call_amp_linear, call_amp_linear_backward, make_linear,
      {{AT(amp_linear_op, x), TENSOR, BOTH}, {AT(amp_linear_op, y), TENSOR, BOTH}, {AT(amp_linear_op, pre), OPTIONAL, BOTH},
       {AT(amp_linear_op, weight), PARAM, BOTH}, {AT(amp_linear_op, bias), OPTIONAL_PARAM, BOTH}, {AT(amp_linear_op, dy), TENSOR, BACKWARD},
-      {AT(amp_linear_op, dx), OPTIONAL, BACKWARD}, {AT(amp_linear_op, x_pre), TENSOR, BACKWARD}}},
+      {AT(amp_linear_op, dx), TENSOR, BACKWARD}, {AT(amp_linear_op, x_pre), TENSOR, BACKWARD}, {AT(amp_linear_op, dx_bias), OPTIONAL_PARAM, BACKWARD}}},
+    {"linear without dx", sizeof(amp_linear_op), call_amp_linear, call_amp_linear_backward, make_linear_alone,
+     {{AT(amp_linear_op, dx), OPTIONAL, BACKWARD}}},
     {"matmul", sizeof(amp_matmul_op), call_amp_matmul, call_amp_matmul_backward, make_matmul,
      {{AT(amp_matmul_op, a), TENSOR, BOTH}, {AT(amp_matmul_op, b), TENSOR, BOTH}, {AT(amp_matmul_op, y), TENSOR, FORWARD},
       {AT(amp_matmul_op, dy), TENSOR, BACKWARD}, {AT(amp_matmul_op, da), OPTIONAL, BACKWARD},
@@ -173,7 +181,8 @@ static const operator_case cases[] = {
     {"attention", sizeof(amp_attention_op), call_amp_attention, call_amp_attention_backward, make_attention,
      {{AT(amp_attention_op, q), TENSOR, BOTH}, {AT(amp_attention_op, k), TENSOR, BOTH}, {AT(amp_attention_op, v), TENSOR, BOTH}, {AT(amp_attention_op, o), TENSOR, BOTH},
       {AT(amp_attention_op, lse), POINTER, BOTH}, {"prefix", offsetof(amp_attention_op, mask) + offsetof(amp_mask, prefix), POINTER, BOTH},
-      {AT(amp_attention_op, d_o), TENSOR, BACKWARD}, {AT(amp_attention_op, dq), TENSOR, BACKWARD}, {AT(amp_attention_op, dk), TENSOR, BACKWARD}, {AT(amp_attention_op, dv), TENSOR, BACKWARD}}},
+      {AT(amp_attention_op, d_o), TENSOR, BACKWARD}, {AT(amp_attention_op, dq), TENSOR, BACKWARD}, {AT(amp_attention_op, dk), TENSOR, BACKWARD}, {AT(amp_attention_op, dv), TENSOR, BACKWARD},
+      {AT(amp_attention_op, qkv_bias), OPTIONAL_PARAM, BACKWARD}}},
     {"layernorm", sizeof(amp_norm_op), call_amp_layernorm, call_amp_layernorm_backward, make_norm,
      {NORM_FIELDS, {AT(amp_norm_op, bias), OPTIONAL_PARAM, BOTH}, {AT(amp_norm_op, mean), POINTER, BOTH}}},
     {"rmsnorm", sizeof(amp_norm_op), call_amp_rmsnorm, call_amp_rmsnorm_backward, make_rms, {NORM_FIELDS}},

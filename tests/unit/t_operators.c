@@ -128,6 +128,49 @@ TEST(linear_through_activations) {
     two_layers_case(AMP_ACT_GELU, 1); two_layers_case(AMP_ACT_GELU_ERF, 1); two_layers_case(AMP_ACT_RELU, 1); two_layers_case(AMP_ACT_RELU, 0);
 }
 
+/* The sums of a gradient over its rows, computed by the operator that writes it, are what the layer would have added. */
+static void check_sum(const char *what, const float *grad, float before, const float *d, int n_rows, int cols, int ld) {
+    for (int j = 0; j < cols; j++) {
+        double sum = (double)before, size = fabs(sum);
+        for (int i = 0; i < n_rows; i++) { sum += (double)d[i * ld + j]; size += fabs((double)d[i * ld + j]); }
+        CHECK_MSG(fabs((double)grad[j] - sum) <= 4e-6 * size, "%s: [%d] is %g, must be %g", what, j, (double)grad[j], sum);
+    }
+}
+TEST(linear_sums_dx_for_the_layer_before) {
+    amp_param weight = make_param("w2", w, dw, 5, 6), bias = make_param("b2", b, db, 5, 0), before = make_param("b1", hidden_b, hidden_db, 6, 0);
+    amp_linear_op op, layer;
+    fill(x, 42, 1); fill(w, 30, 4); fill(pre, 42, 2);
+    memset(&op, 0, sizeof op);
+    op.x = amp_tensor2(x, AMP_F32, 7, 6); op.y = amp_tensor2(y, AMP_F32, 7, 5); op.x_pre = amp_tensor2(pre, AMP_F32, 7, 6);
+    op.weight = &weight; op.bias = &bias;
+    for (int act = 0; act < 2; act++) {
+        op.x_act = act ? AMP_ACT_GELU : AMP_ACT_NONE;
+        op.dx_bias = NULL;
+        run_linear(&op);
+        memcpy(dy, loss_weights, sizeof dy);
+        op.dy = amp_tensor2(dy, AMP_F32, 7, 5); op.dx = amp_tensor2(dx, AMP_F32, 7, 6); op.dx_bias = &before;
+        CHECK_OK(amp_linear_backward(amp, &op));
+        check_sum("the first sum", hidden_db, 0, dx, 7, 6, 6);
+        CHECK(before.grad_live == 1);
+        for (int j = 0; j < 6; j++) hidden_db[j] = 0.5f;
+        CHECK_OK(amp_linear_backward(amp, &op));
+        check_sum("the second is added", hidden_db, 0.5f, dx, 7, 6, 6);
+        before.grad_live = 0;
+    }
+    layer = op;                                             /* the layer before: its own backward leaves the bias alone */
+    layer.bias = &bias; layer.dy_summed = 1; layer.dx_bias = NULL;
+    for (int j = 0; j < 5; j++) db[j] = 7;
+    CHECK_OK(amp_linear_backward(amp, &layer));
+    for (int j = 0; j < 5; j++) CHECK_MSG(memcmp(&db[j], &db[0], 4) == 0 && db[j] > 6.9f && db[j] < 7.1f, "db[%d] = %g", j, (double)db[j]);
+    op.dx.data = NULL;
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_NULL);
+    CHECK(strstr(amp_last_error(), ".dx_bias is given") != NULL);
+    op.dx = amp_tensor2(dx, AMP_F32, 7, 6); op.dx_bias = &bias;
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_SHAPE);
+    before.grad = amp_tensor1(db, AMP_F32, 6); op.dx_bias = &before;
+    CHECK_ERR(amp_linear_backward(amp, &op), AMP_ERR_CONFLICT);
+}
+
 /* The fields are checked before anything is computed. */
 TEST(linear_refuses_half_an_activation) {
     amp_param weight = make_param("w", w, dw, 5, 3);
@@ -256,6 +299,18 @@ TEST(norm_dx_low) {
         CHECK_OK(rms_norm ? amp_rmsnorm_backward(amp, &op) : amp_layernorm_backward(amp, &op));
         CHECK_OK(amp_convert(rounded, low[i % 2], dx, AMP_F32, 28, NULL, NULL));
         CHECK(memcmp(narrow, rounded, sizeof rounded) == 0);
+        {
+            static float layer_b[7], layer_db[7];
+            amp_param layer = make_param("b", layer_b, layer_db, 7, 0), wide = make_param("b", layer_b, layer_db, 6, 0);
+            fill(dx, 28, 10);
+            op.dx_bias = &layer;
+            CHECK_OK(rms_norm ? amp_rmsnorm_backward(amp, &op) : amp_layernorm_backward(amp, &op));
+            check_sum("a norm's dx", layer_db, 0, dx, 4, 7, 7);
+            CHECK(layer.grad_live == 1);
+            op.dx_bias = &wide;
+            CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_SHAPE);
+            op.dx_bias = NULL;
+        }
 
         op.dx_low.dtype = AMP_F32;
         CHECK_ERR(amp_layernorm_backward(amp, &op), AMP_ERR_DTYPE);
@@ -342,6 +397,32 @@ TEST(attention_from_a_cache_of_grouped_heads) {
             CHECK_OK(amp_attention(amp, &op));
         }
     for (int i = 0; i < T * HEADS * D; i++) CHECK_MSG(fabs((double)o[i] - (double)whole[i]) < 1e-6, "[%d] %g, all at once %g", i, (double)o[i], (double)whole[i]);
+}
+
+TEST(attention_sums_its_gradients) {
+    static float qkv_b[18], qkv_db[18];
+    amp_param bias = make_param("qkv", qkv_b, qkv_db, 18, 0);
+    amp_attention_op op;
+    memset(&op, 0, sizeof op);
+    fill(qkv, 180, 10);
+    op.q = qkv_view(qkv, 0); op.k = qkv_view(qkv, 1); op.v = qkv_view(qkv, 2);
+    op.o = amp_tensor4(y, AMP_F32, 2, 5, 2, 3);
+    op.lse = lse;
+    op.mask.kind = AMP_MASK_CAUSAL;
+    run_attention(&op);
+    op.d_o = amp_tensor4(loss_weights, AMP_F32, 2, 5, 2, 3);
+    op.dq = qkv_view(dqkv, 0); op.dk = qkv_view(dqkv, 1); op.dv = qkv_view(dqkv, 2);
+    op.qkv_bias = &bias;
+    CHECK_OK(amp_attention_backward(amp, &op));
+    check_sum("attention", qkv_db, 0, dqkv, 10, 18, 18);
+    CHECK(bias.grad_live == 1);
+    CHECK_OK(amp_attention_backward(amp, &op));
+    for (int j = 0; j < 18; j++) qkv_db[j] /= 2;
+    check_sum("twice", qkv_db, 0, dqkv, 10, 18, 18);
+    op.dv = amp_tensor4(dx, AMP_F32, 2, 5, 2, 3);
+    op.dv.stride[0] = 60; op.dv.stride[1] = 12; op.dv.stride[2] = 4; op.dv.stride[3] = 1;
+    CHECK_ERR(amp_attention_backward(amp, &op), AMP_ERR_SHAPE);
+    CHECK(strstr(amp_last_error(), ".dv: its heads must lie beside each other") != NULL);
 }
 
 TEST(attention_on_packed_qkv) {
@@ -785,7 +866,7 @@ TEST(refusals) {
 static void run_all(void) {
     RUN(linear); RUN(linear_through_activations); RUN(linear_refuses_half_an_activation); RUN(gradients_overwrite_then_add); RUN(matmul);
     RUN(norms);
-    RUN(norm_dx_low); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
+    RUN(norm_dx_low); RUN(linear_sums_dx_for_the_layer_before); RUN(attention_sums_its_gradients); RUN(attention_from_a_cache_of_grouped_heads); RUN(attention_on_packed_qkv); RUN(softmax);
     RUN(activations); RUN(activations_with_bias); RUN(swiglu_on_one_buffer); RUN(swiglu_with_biases); RUN(cross_entropy); RUN(cross_entropy_seed_scales_the_gradient_only);
     RUN(mse); RUN(embedding); RUN(rope_backward_is_its_gradient); RUN(rope_positions); RUN(rope_in_a_region);
     RUN(dropout_repeats_its_mask_in_backward); RUN(add_and_cast); RUN(gemm_is_blas_shaped); RUN(strided_rows_where_the_manual_says); RUN(refusals);

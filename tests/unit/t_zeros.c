@@ -109,6 +109,13 @@ static amp_result try_mse(void *d) {
     add(numbers[2], 64); add(numbers[3], 4);
     return AMP_OK;
 }
+static amp_result try_linear_bias(void *d) {
+    amp_linear_op *op = (amp_linear_op *)d;
+    op->bias = &params[1];
+    TRY(try_linear(d));
+    add(numbers[11], 16);
+    return AMP_OK;
+}
 static amp_result try_linear_cross_entropy(void *d) {
     amp_linear_cross_entropy_op *op = (amp_linear_cross_entropy_op *)d;
     op->x = square(0); op->dx = square(1); op->weight = &params[0]; op->labels = labels; op->loss = numbers[2];
@@ -609,7 +616,7 @@ static const struct row {
     R(amp_desc, gemm_always, VALUE, 0, 0, 1, "1: amp_gemm outside any region", try_open), R(amp_desc, saturate_inputs, VALUE, 0, 0, 1, "1: in every region", try_open),
     R(amp_autocast_desc, disable, VALUE, 0, 0, 1, "1: an island", try_region), R(amp_autocast_desc, disable_cache, VALUE, 0, 0, 1, "1: no cast cache", try_region),
     R(amp_autocast_desc, saturate_inputs, VALUE, 0, 0, 1, "1, nested regions included", try_region),
-    R(amp_linear_op, dy_before_act, VALUE, 0, 0, 1, "1: dy is already", try_linear), R(amp_linear_op, reserved, RESERVED, 0, 0, 0, "", try_linear),
+    R(amp_linear_op, dy_before_act, VALUE, 0, 0, 1, "1: dy is already", try_linear), R(amp_linear_op, dy_summed, VALUE, 0, 0, 1, "1: what wrote dy", try_linear_bias),
     R(amp_matmul_op, trans_a, VALUE, 0, 0, 1, "", try_matmul), R(amp_matmul_op, trans_b, VALUE, 0, 0, 1, "", try_matmul),
     R(amp_matmul_op, alpha, DEFAULT, 1, Z, 2, "default 1; AMP_EXPLICIT_ZERO: 0", try_matmul), R(amp_matmul_op, reserved, RESERVED, 0, 0, 0, "", try_matmul),
     R(amp_attention_op, scale, DEFAULT, 0.5, Z, 2, "default 1 / sqrt(dim); AMP_EXPLICIT_ZERO: 0", try_attention), R(amp_attention_op, reserved, RESERVED, 0, 0, 0, "", try_attention),
