@@ -5045,12 +5045,20 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks cuBLASLt for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
+/* The ways in which cuBLASLt may keep the partial sums of a product whose k it splits.  COMPUTE_TYPE keeps them in
+   fp32.  OUTPUT_TYPE keeps them in c's dtype, which is the same if c is fp32, and otherwise rounds them.  INPLACE adds
+   them to c itself, and does not promise the same bits in each run. */
+uint32_t ampc_plan_reductions(const ampc_plan *plan) {
+    const uint32_t in_fp32 = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    return plan->key.c_dtype == AMP_F32 ? in_fp32 | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE : in_fp32;
+}
+
+/* Asks cuBLASLt for algorithms. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
     uint64_t workspace = dev->has.workspace;
-    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
+    uint32_t reductions = ampc_plan_reductions(plan), align[3];
     cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
         if (status == CUBLAS_STATUS_SUCCESS)

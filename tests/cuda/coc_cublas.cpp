@@ -92,6 +92,7 @@ struct blas_state {
     double time[COC_BLAS_ALGORITHMS], epilogue_time = 0;
     int wrong = COC_BLAS_ALGORITHMS, least = 1;
     int cuts_tf32 = 0, lacks = -1;
+    uint32_t asked_schemes = 0;
     size_t version = 130100;
     blas_state() { std::copy(times, times + COC_BLAS_ALGORITHMS, time); }
 };
@@ -1003,6 +1004,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (requested < 1 || results == nullptr || returned == nullptr || wanted == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (wanted->search != CUBLASLT_SEARCH_BEST_FIT) return CUBLAS_STATUS_NOT_SUPPORTED;
     if ((status = make_problem(desc, layouts, &p)) != CUBLAS_STATUS_SUCCESS) return status;
+    state().asked_schemes = wanted->schemes;
     bool served = (int)p.desc.epilogue != state().lacks && std::min({p.m, p.n, p.k}) >= state().least;
     if (!epilogue_is_aligned(p) || !served) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (int id = 0; id < COC_BLAS_ALGORITHMS && *returned < requested; id++)
@@ -1099,6 +1101,7 @@ void coc_set_blas_lacks(int epilogue) { state().lacks = epilogue; }
 void coc_set_blas_cuts_tf32(int cuts) { state().cuts_tf32 = cuts; }
 void coc_set_blas_least(int side) { state().least = side; }
 void coc_set_blas_version(size_t version) { state().version = version; }
+unsigned coc_blas_schemes() { return state().asked_schemes; }
 
 long coc_blas_living() { return (long)(state().handles.size() + state().objects.size()); }
 

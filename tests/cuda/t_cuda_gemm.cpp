@@ -1032,6 +1032,37 @@ CUDA_TEST(epilogues_without_autotune) {
     }
 }
 
+/* Partial sums of a split k are kept in fp32.  Those in c's dtype are allowed only where that is fp32, and those that are
+   added to c itself never, because they need not repeat.  Then the fastest is taken, and has the same bits each time. */
+CUDA_TEST(split_sums_stay_in_fp32) {
+    static const gemm_case cases[] = {
+        {"fp32", 24, 40, 32},
+        {"tf32 with a bias", 24, 40, 32, 1, 0, 1, AMP_F32, AMP_F32, AMP_F32, AMP_TF32, 1, 0, AMP_F32},
+        {"bf16 into fp32", 24, 40, 32, 1, 1, 0, AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16},
+        {"bf16", 24, 40, 32, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16},
+        {"fp16", 24, 40, 32, 1, 0, 1, AMP_F16, AMP_F16, AMP_F16, AMP_F16},
+    };
+    for (const gemm_case &x : cases)
+        for (int autotune = 0; autotune < 2; autotune++) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            coc_reset();
+            coc_set_modelled_clock(1);
+            coc_set_blas_time(COC_BLAS_ROUNDED, 1);
+            d.autotune = autotune;
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            std::string first, again;
+            (void)take(dev, x, &first);
+            CHECK_EQ(coc_blas_schemes(), x.c == AMP_F32 ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE
+                                                        : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+            coc_reset_counts();
+            (void)take(dev, x, &again);
+            CHECK_MSG(first == again, "%s", x.name);
+            CHECK_MSG((coc_kernel_launches("cublasLt rounded") > 0) == (autotune && x.c == AMP_F32), "%s", x.name);
+            amp_cuda()->close(dev);
+        }
+}
+
 /* Products that take the GPU less than a launch takes the host are still told apart. */
 CUDA_TEST(autotune_measures_the_gpu) {
     for (double launch : {0.0, 6.0}) {
@@ -1043,7 +1074,7 @@ CUDA_TEST(autotune_measures_the_gpu) {
         {
             tuning t("");
             CHECK(t.product());
-            CHECK_MSG(t.logged("algorithm 2 of 4, 3.00 us"), "%s", t.log.c_str());
+            CHECK_MSG(t.logged("algorithm 3 of 5, 3.00 us"), "%s", t.log.c_str());
         }
     }
 }
@@ -1053,12 +1084,12 @@ CUDA_TEST(autotune_takes_the_fastest) {
     {
         tuning t("");
         CHECK(t.product());
-        CHECK_MSG(t.logged("algorithm 0 of 4, 10.00 us"), "%s", t.log.c_str());
+        CHECK_MSG(t.logged("algorithm 0 of 5, 10.00 us"), "%s", t.log.c_str());
     }
     coc_set_blas_time(COC_BLAS_NARROW, 5);
     tuning t("");
     CHECK(t.product());
-    CHECK_MSG(t.logged("algorithm 2 of 4, 5.00 us"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 3 of 5, 5.00 us"), "%s", t.log.c_str());
     coc_reset_counts();
     CHECK(t.product());
     CHECK(coc_count().blas_heuristics == 0 && coc_count().blas_matmuls == 1);
@@ -1066,7 +1097,7 @@ CUDA_TEST(autotune_takes_the_fastest) {
     coc_set_blas_time(COC_BLAS_NARROW, 9.9);            /* too little to leave the first */
     tuning same("");
     CHECK(same.product());
-    CHECK_MSG(same.logged("algorithm 0 of 4"), "%s", same.log.c_str());
+    CHECK_MSG(same.logged("algorithm 0 of 5"), "%s", same.log.c_str());
 }
 
 /* An algorithm that loses the end of k is not used, even if the heuristic names it first. */
@@ -1080,7 +1111,7 @@ CUDA_TEST(autotune_finds_wrong_algorithms) {
     tuning t("");
     CHECK(t.product());
     CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40 in fp32, epilogue 1: algorithm 0 of cuBLASLt gives wrong results"), "%s", t.log.c_str());
-    CHECK_MSG(t.logged("algorithm 1 of 4, 12.00 us"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 1 of 5, 12.00 us"), "%s", t.log.c_str());
 }
 
 /* An epilogue that takes longer than a kernel of ours is left to that. */
@@ -1185,11 +1216,11 @@ CUDA_TEST(autotune_memory) {
     for (bool pools : {true, false}) {
         int64_t inputs = autotune_takes(row, 8, pools);
         CHECK_MSG(inputs > matrix && inputs < matrix * 3 / 2, "large inputs: %lld bytes", (long long)inputs);
-        CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+        CHECK_MSG(logged("algorithm 0 of 5"), "%s", autotune_log.c_str());
     }
     int64_t outputs = autotune_takes(40, row, true);
     CHECK_MSG(outputs > 2 * matrix && outputs <= quarter + others, "large results: %lld bytes", (long long)outputs);
-    CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+    CHECK_MSG(logged("algorithm 0 of 5"), "%s", autotune_log.c_str());
     int64_t refused = autotune_takes(40, 2 * row, true);
     CHECK_MSG(refused < matrix, "too large results: %lld bytes", (long long)refused);
     CHECK_MSG(logged("not measured, for lack of memory"), "%s", autotune_log.c_str());
@@ -1350,6 +1381,7 @@ int main(int argc, char **argv) {
     RUN(gradients_are_cast_once_captured);
     RUN(failing_calls);
     RUN(epilogues_without_autotune);
+    RUN(split_sums_stay_in_fp32);
     RUN(autotune_measures_the_gpu);
     RUN(autotune_takes_the_fastest);
     RUN(autotune_finds_wrong_algorithms);

@@ -121,6 +121,8 @@ void coc_set_blas_cuts_tf32(int cuts);
 void coc_set_blas_least(int side);
 /* cublasLtGetVersion (default 130100): algorithms of another version return an error. */
 void coc_set_blas_version(size_t version);
+/* The mask of reduction schemes that the heuristic was last asked with. */
+unsigned coc_blas_schemes();
 
 /* ---- NVTX: the ranges since coc_reset, "step{forward{}}". */
 std::string coc_ranges();

@@ -105,5 +105,6 @@ static inline void coc_set_blas_cuts_tf32(int) {}       /* a GPU does what it do
 static inline void coc_set_launch_time(double) { coc_needs_model("a modelled clock"); }
 static inline void coc_set_blas_least(int) { coc_needs_model("another heuristic"); }
 static inline void coc_set_blas_version(size_t) { coc_needs_model("another version of cuBLASLt"); }
+static inline unsigned coc_blas_schemes() { coc_needs_model("what the heuristic is asked"); }
 
 #endif
