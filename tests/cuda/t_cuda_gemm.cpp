@@ -922,6 +922,9 @@ CUDA_TEST(failing_calls) {
 
 /* ---- Autotuning */
 
+static std::string autotune_log;
+static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
+
 struct tuning {
     std::string log, file;
     amp_context *amp = NULL;
@@ -1100,6 +1103,75 @@ CUDA_TEST(autotune_takes_the_fastest) {
     CHECK_MSG(same.logged("algorithm 0 of 5"), "%s", same.log.c_str());
 }
 
+/* Algorithms take turns, so that none is timed on a colder GPU than the others: here each product takes longer than the one
+   before, by 0.1%, and the heuristic's first algorithm, which is timed first, is 5% slower than the last. */
+CUDA_TEST(autotune_takes_turns) {
+    coc_set_modelled_clock(1);
+    for (double drift : {0.0, 0.001}) {
+        coc_set_blas_time(COC_BLAS_NARROW, 9.5);
+        coc_set_blas_drift(drift);
+        tuning t("");
+        CHECK(t.product());
+        CHECK_MSG(t.logged("algorithm 3 of 5"), "drift %g: %s", drift, t.log.c_str());
+    }
+}
+
+/* Algorithms are timed on numbers that draw as much power as those of a training, and compared on whole numbers. */
+CUDA_TEST(autotune_draws_power) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    coc_set_blas_power(COC_BLAS_NARROW, 10);
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("algorithm 0 of 5, 10.00 us"), "%s", t.log.c_str());
+}
+
+/* The rounds of a product take about a quarter of a second: long products have fewer of them. */
+CUDA_TEST(autotune_is_brief) {
+    const struct { double us; const char *rounds; long matmuls; } cases[] = {
+        {10, "7 rounds", 10 + 8 * 4 * 5}, {9000, "5 rounds", 10 + 4 * 5 + 5 * 5}, {300000, "3 rounds", 10 + 4 * 5 + 3 * 5}};
+    coc_set_modelled_clock(1);
+    for (const auto &x : cases) {
+        for (int i = 0; i < COC_BLAS_ALGORITHMS; i++) coc_set_blas_time((coc_blas_algorithm)i, x.us);
+        tuning t("");
+        coc_reset_counts();
+        CHECK(t.product());
+        CHECK_MSG(t.logged(x.rounds), "%g us: %s", x.us, t.log.c_str());
+        CHECK_EQ(coc_count().blas_matmuls, x.matmuls + 1);
+    }
+}
+
+/* The log says once what was chosen for a shape, with the algorithm's attributes as cuBLASLt tells them, and whether the
+   epilogue, which may be a bias gradient, is fused. */
+CUDA_TEST(autotune_logs_its_choice) {
+    const struct { const gemm_case *x; double more; const char *says; } cases[] = {
+        {&gelu_gradient, 0, "c[24, 40] of k = 32, batch 1, NN of bf16 and bf16 into bf16 by bf16, epilogue DGELU: algorithm 0 of 4, "
+                            "10.00 us (id 0, split 1, reduction 0, 7 rounds); epilogue fused, apart: 15.00 us"},
+        {&weight_gradient, 0, "c[24, 40] of k = 32, batch 1, TN of bf16 and bf16 into fp32 by bf16, epilogue BGRADB: algorithm 0 of 5, "
+                              "10.00 us (id 0, split 1, reduction 0, 7 rounds); bias gradient fused, apart: 15.00 us"},
+        {&weight_gradient, 50, "epilogue BGRADB: algorithm 0 of 5, 60.00 us (id 0, split 1, reduction 0, 7 rounds); bias gradient apart: "
+                               "15.00 us"},
+    };
+    for (const auto &c : cases) {
+        amp_backend_desc d = {};
+        amp_host host = *cuda_host();
+        void *dev = NULL;
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_blas_epilogue_time(c.more);
+        autotune_log.clear();
+        host.log = autotune_logs;
+        d.autotune = 1;
+        CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+        (void)take(dev, *c.x, NULL);
+        CHECK_MSG(autotune_log.find(c.says) != std::string::npos, "%s: %s", c.says, autotune_log.c_str());
+        autotune_log.clear();
+        (void)take(dev, *c.x, NULL);
+        CHECK_MSG(autotune_log.empty(), "%s", autotune_log.c_str());
+        amp_cuda()->close(dev);
+    }
+}
+
 /* An algorithm that loses the end of k is not used, even if the heuristic names it first. */
 CUDA_TEST(autotune_finds_wrong_algorithms) {
     coc_set_modelled_clock(1);
@@ -1110,7 +1182,8 @@ CUDA_TEST(autotune_finds_wrong_algorithms) {
     }
     tuning t("");
     CHECK(t.product());
-    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40 in fp32, epilogue 1: algorithm 0 of cuBLASLt gives wrong results"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40, batch 1, NN of fp32 and fp32 into fp32 by fp32, epilogue DEFAULT: "
+                       "algorithm 0 of cuBLASLt gives wrong results"), "%s", t.log.c_str());
     CHECK_MSG(t.logged("algorithm 1 of 5, 12.00 us"), "%s", t.log.c_str());
 }
 
@@ -1166,9 +1239,6 @@ CUDA_TEST(autotune_that_fails) {
             if (!happened) break;
         }
 }
-
-static std::string autotune_log;
-static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
 
 /* Measures a product of c[16, 8], k = 40, in fp32, whose rows are far apart in a and in c, so that its buffers are large.
    Returns the bytes that this takes beyond the operands.  The log is left in autotune_log. */
@@ -1308,7 +1378,7 @@ CUDA_TEST(autotune_file) {
     coc_set_blas_version(130200);
     {
         tuning t(path, AMP_AUTOTUNE_OFF);
-        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt"), "%s", t.log.c_str());
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt, 130100, and this is 130200"), "%s", t.log.c_str());
         CHECK(t.product());
         CHECK(coc_count().blas_heuristics > 0);
     }
@@ -1317,6 +1387,70 @@ CUDA_TEST(autotune_file) {
     CHECK_MSG(t.log.empty(), "nothing new was found, so nothing was written: %s", t.log.c_str());
     t.close();
     remove(path.c_str());
+}
+
+/* A file is read on GPUs of the kind that it was made on: the same name, compute capability and number of multiprocessors.
+   Elsewhere a warning names both, the products are right, and without autotuning the file stays as it is. */
+CUDA_TEST(autotune_file_of_another_gpu) {
+    std::string path = plans_path(), before, after;
+    const struct { int multiprocessors, capability; const char *says; } others[] = {
+        {4, 80, "another kind of GPU, model of compute capability 9.0 with 4 multiprocessors, and this is model of 8.0 with 4"},
+        {6, 90, "another kind of GPU, model of compute capability 9.0 with 4 multiprocessors, and this is model of 9.0 with 6"}};
+    auto bytes_of = [&](std::string *out) {
+        void *data = NULL;
+        size_t bytes = 0;
+        CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+        out->assign((char *)data, bytes);
+        amp_file_free(NULL, data, bytes);
+    };
+    coc_set_devices(2);
+    coc_set_modelled_clock(1);
+    { tuning t(path); CHECK(t.product()); }
+    bytes_of(&before);
+    for (const auto &other : others) {
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_devices(2, (size_t)1 << 30, other.multiprocessors, other.capability);
+        tuning t(path, AMP_AUTOTUNE_OFF);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of ") && t.logged(other.says), "%s", t.log.c_str());
+        CHECK(t.product() && coc_count().blas_heuristics > 0);
+        t.close();
+        bytes_of(&after);
+        CHECK(before == after);
+    }
+    coc_reset();
+    coc_set_devices(1);
+    coc_set_modelled_clock(1);
+    {
+        tuning t(path, AMP_AUTOTUNE_OFF);       /* another GPU of this kind */
+        CHECK_MSG(t.log.empty(), "%s", t.log.c_str());
+        coc_reset_counts();
+        CHECK(t.product() && coc_count().blas_heuristics == 0);
+    }
+    coc_reset();
+    coc_set_devices(2);
+    remove(path.c_str());
+}
+
+/* A GPU that has another name is another kind. */
+CUDA_TEST(autotune_plans_of_another_name) {
+    amp_backend_desc d = {};
+    amp_host host = *cuda_host();
+    void *dev = NULL;
+    d.autotune = 1;
+    coc_set_modelled_clock(1);
+    host.log = autotune_logs;
+    CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+    (void)take(dev, weight_gradient, NULL);
+    std::string plans(amp_cuda()->plans_save(dev, NULL, 0), 0);
+    CHECK_EQ(amp_cuda()->plans_save(dev, &plans[0], plans.size()), plans.size());
+    amp_cuda()->close(dev);
+    CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+    plans[0] = 'M';
+    autotune_log.clear();
+    CHECK_EQ(amp_cuda()->plans_load(dev, plans.data(), plans.size()), AMP_OK);
+    CHECK_MSG(autotune_log.find("they are of another kind of GPU, Model of") != std::string::npos, "%s", autotune_log.c_str());
+    amp_cuda()->close(dev);
 }
 
 /* A damaged file, one that ends early, one of something else: a warning, and training goes on; saved over. */
@@ -1384,12 +1518,18 @@ int main(int argc, char **argv) {
     RUN(split_sums_stay_in_fp32);
     RUN(autotune_measures_the_gpu);
     RUN(autotune_takes_the_fastest);
+    RUN(autotune_takes_turns);
+    RUN(autotune_draws_power);
+    RUN(autotune_is_brief);
+    RUN(autotune_logs_its_choice);
     RUN(autotune_finds_wrong_algorithms);
     RUN(autotune_times_epilogues);
     RUN(autotune_that_fails);
     RUN(autotune_memory);
     RUN(autotune_is_right);
     RUN(autotune_file);
+    RUN(autotune_file_of_another_gpu);
+    RUN(autotune_plans_of_another_name);
     RUN(autotune_file_damaged);
     return TEST_END();
 }
