@@ -39148,7 +39148,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        Autotuning times algorithms in turn, on random numbers and for a quarter of a second a shape, and logs each
        choice with the algorithm's attributes.  Files of 0.2 are ignored with a warning.  A file names the compute
        capability, and the warning about another kind of GPU names both.  For fp32 results cuBLASLt may also keep split
-       sums in c's dtype.
+       sums in c's dtype.  On compute capability 9.0, large products in TF32 copy operands that are not contiguous along
+       k, with other last bits.  Linear layers with an activation in fp32 and TF32 move a quarter fewer bytes.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
        Renamed: amp_param.used is .last_used.

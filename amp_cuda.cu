@@ -45,6 +45,9 @@
    - In products, TF32 operands are rounded or truncated, and are off by 2^-10 at most.  Biases are rounded to the
      result's dtype, and so may be beta c and the product before its epilogue.  A product beyond fp16 is then infinite,
      and GELU makes NaN of -infinity.  RELU may turn NaN into 0.
+   - On compute capability 9.0, large products in TF32 read transposed copies of operands that are not contiguous along
+     k.  Without memory for the copies, products are computed directly, with other last bits, and warning 5008 says so
+     once.  The copies have never run on a GPU.
    - The kernels of attention by wgmma and TMA are for compute capability 9.0, in code for sm_90a.  They pass every test
      on a model of the GPU, but have never run on one.  They are therefore off unless amp_desc.wgmma is 1, and a wait of
      theirs that does not end becomes an error of the kernel.
@@ -158,6 +161,7 @@ struct ampc_blas {
     int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
+    int unturned;                   /* 1: a product in TF32 had no memory for transposed operands; atomic */
     int tuning;                     /* threads that measure a product now; atomic */
     pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
@@ -300,7 +304,8 @@ enum {
     AMPC_LOG_PLANS = 5004,
     AMPC_LOG_CAPTURE = 5005,
     AMPC_LOG_IMAGE = 5006,
-    AMPC_LOG_MAPS = 5007
+    AMPC_LOG_MAPS = 5007,
+    AMPC_LOG_TURNED = 5008
 }; /* ids of log messages */
 
 /* ==== 1 >>base: errors ==== */
@@ -4786,6 +4791,7 @@ static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 enum ampc_way {
     AMPC_FUSED,      /* the product with its whole epilogue, in cuBLASLt */
     AMPC_SUMS_APART, /* the same, but kernels compute sums over rows or columns */
+    AMPC_INTO_PRE,   /* act's input with its bias in cuBLASLt, into pre, and a map from there to c */
     AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if possible), and a map for the rest */
     AMPC_UNITS       /* the kernel of the fp32 units */
 };
@@ -5287,18 +5293,34 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
 /* Stands for scratch memory in a plan, where only the alignment of that memory matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
+/* Whether cuBLASLt can leave act's input in pre.  Its biases have the result's dtype. */
+bool ampc_pre_holds_product(const amp_k_gemm &g) {
+    return g.pre != NULL && !g.backward && g.pre_dtype == AMP_F32 && g.batch == 1 &&
+           (g.bias == NULL || (g.bias_dtype == AMP_F32 && ampc_aligned(g.bias)));
+}
+
 /* ampc_way_maps is whether a map computes c from a plain product.  ampc_way_product is the product of a way.  A plain
    product is in c itself if possible, and otherwise in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
-    return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
+    return way == AMPC_INTO_PRE || way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
 }
 amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     amp_k_gemm p = g;
     if (way != AMPC_FUSED) p.column_sum.data = p.row_sum.data = NULL;
     if (!ampc_way_maps(g, way)) return p;
-    if (g.c_dtype != AMP_F32 || ampi_is_set(g.beta)) p.c = ampc_scratch_place(), p.ldc = g.n, p.stride_c = g.m * g.n;
-    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
+    if (way == AMPC_INTO_PRE) p.c = g.pre, p.ldc = g.ld_pre;
+    else if (g.c_dtype != AMP_F32 || ampi_is_set(g.beta))
+        p.c = ampc_scratch_place(), p.ldc = g.n, p.stride_c = g.m * g.n;
+    if (way != AMPC_INTO_PRE) p.bias = NULL;
+    p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
     return p;
+}
+
+/* What the map of a way does with its product. */
+amp_k_gemm ampc_way_rest(const amp_k_gemm &g, ampc_way way) {
+    amp_k_gemm rest = g;
+    if (way == AMPC_INTO_PRE) rest.bias = NULL, rest.pre = NULL;
+    return rest;
 }
 
 /* The steps of a way, or 0 if there is no such way to do the call.  *product is set to the product after the operands'
@@ -5317,10 +5339,12 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     *product = ampc_way_product(g, way);
     if (way != AMPC_UNITS) {
         if (!library || ampc_gemm_epilogue(*product) < 0 || (way == AMPC_SUMS_APART && sum == NULL)) return 0;
+        if (way == AMPC_INTO_PRE && !ampc_pre_holds_product(g)) return 0;
         if (way == AMPC_UNFUSED &&
             ampc_gemm_epilogue(ampc_way_product(g, AMPC_SUMS_APART)) == CUBLASLT_EPILOGUE_DEFAULT)
             return 0;
-        if (product->bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) steps |= AMPC_CAST_BIAS;
+        if (product->bias != NULL && (g.bias_dtype != product->c_dtype || !ampc_aligned(g.bias)))
+            steps |= AMPC_CAST_BIAS;
     }
     if (sum != NULL && fused && (sum->add || sum->dtype != g.c_dtype || !ampc_aligned(sum->data)))
         steps |= AMPC_ADD_SUM;
@@ -5362,7 +5386,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     if (steps & AMPC_MATMUL) AMPC_TRY(ampc_plan_run(dev, plan, product, stream, done));
     if (!*done) return AMP_OK;
     if (steps & AMPC_SIMT) AMPC_TRY(ampc_gemm_units(dev, product, stream));
-    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, NULL, stream));
+    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, ampc_way_rest(g, way), product, NULL, stream));
     if (steps & AMPC_ADD_SUM) {
         amp_k_add add =
             {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
@@ -5412,6 +5436,127 @@ amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *
         if (!done) ampc_plan_refuse(dev, plan.product);
     }
     return AMP_OK;
+}
+
+/* ---- Products in TF32 on Hopper, whose wgmma reads operands of TF32 only if they are contiguous along k.  An operand
+   that is not is copied, transposed, into scratch memory, where the copy takes less time than it saves. */
+
+enum { AMPC_TURN_A = 1, AMPC_TURN_B = 2, AMPC_TURN_TILE = 64 };
+enum { AMPC_TURN_PART = 16 };       /* the copies take at most a sixteenth of the GPU's memory */
+
+/* Which operands to copy.  An H100 with 132 multiprocessors computed 368 TFLOP/s where both operands are contiguous
+   along k, 275 where only a is, and 140 where neither is.  No product was measured in which only b is, and it is taken
+   to be as slow as the last.  A copy reads and writes 4 bytes of each number, is assumed to move 2.4 TB/s, of the 3.0
+   that plain copies reached, and takes 3 us to launch.  Copies must save a twentieth of the time. */
+int ampc_turned_operands(const ampc_device *dev, const amp_k_gemm &g) {
+    const int64_t most = dev->info.memory / AMPC_TURN_PART / 4;
+    const double operations = 2.0 * (double)g.m * (double)g.n * (double)g.k, scale = dev->has.multiprocessors / 132.0;
+    const bool along[] = {g.trans_a == 0, g.trans_b != 0};
+    const int64_t numbers[] = {g.m * g.k, g.n * g.k};
+    double least = 0;
+    int best = 0;
+    if (g.compute != AMP_TF32 || dev->has.cc != 90 || g.batch != 1 || !ampc_gemm_for_library(g)) return 0;
+    for (int which = 0; which <= (AMPC_TURN_A | AMPC_TURN_B); which++) {
+        double seconds = 0;
+        int64_t copied = 0;
+        bool possible = true;
+        for (int i = 0; i < 2; i++) {
+            if (!(which >> i & 1)) continue;
+            possible = possible && !along[i] && (i ? g.b_dtype : g.a_dtype) == AMP_F32 && g.cut[i] == NULL;
+            copied += numbers[i];
+            seconds += 3e-6 + 8.0 * (double)numbers[i] / 2.4e12;
+        }
+        const bool a = along[0] || (which & AMPC_TURN_A), b = along[1] || (which & AMPC_TURN_B);
+        const double product = operations / (scale * (!a ? 140e12 : !b ? 275e12 : 368e12));
+        seconds = which ? seconds + product : 0.95 * product;
+        if (!possible || copied > most || (which && seconds >= least)) continue;
+        least = seconds, best = which;
+    }
+    return best;
+}
+
+/* Copies a matrix of words transposed: y[c ld + r] = x[r][c].  Rows of y are filled up to ld with zeros, and ld is a
+   multiple of 4.  A block copies tiles of 64 x 64 through shared memory, and a thread 4 x 4 words of each, where `wide`
+   says that 16 bytes can be read at a time. */
+__global__ void __launch_bounds__(256) ampc_turn_kernel(amp_mat x, int wide, uint32_t *y, int64_t ld, int64_t tiles) {
+    AMPC_SHARED(uint32_t, tile, AMPC_TURN_TILE * (AMPC_TURN_TILE + 1));
+    const int line = (int)threadIdx.x / 16, four = 4 * ((int)threadIdx.x % 16);
+    const int64_t across = ampc_blocks(x.cols, AMPC_TURN_TILE);
+    for (int64_t at = blockIdx.x; at < tiles; at += gridDim.x) {
+        const int64_t row = at / across * AMPC_TURN_TILE, col = at % across * AMPC_TURN_TILE;
+        uint4 words[4];
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int64_t r = row + 16 * i + line, left = r < x.rows ? x.cols - col - four : 0;
+            const uint32_t *from = (const uint32_t *)x.data + r * x.ld + col + four;
+            words[i] = make_uint4(0, 0, 0, 0);
+            if (wide && left >= 4) words[i] = *(const uint4 *)from;
+            else {
+                if (left > 0) words[i].x = from[0];
+                if (left > 1) words[i].y = from[1];
+                if (left > 2) words[i].z = from[2];
+                if (left > 3) words[i].w = from[3];
+            }
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            uint32_t *to = tile + (16 * i + line) * (AMPC_TURN_TILE + 1) + four;
+            to[0] = words[i].x, to[1] = words[i].y, to[2] = words[i].z, to[3] = words[i].w;
+        }
+        __syncthreads();
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int c = 16 * i + line, step = AMPC_TURN_TILE + 1;
+            const uint32_t *from = tile + four * step + c;
+            if (col + c < x.cols && row + four < ld)
+                *(uint4 *)(y + (col + c) * ld + row + four) =
+                    make_uint4(from[0], from[step], from[2 * step], from[3 * step]);
+        }
+        __syncthreads();
+    }
+}
+
+amp_result ampc_turn(ampc_device *dev, const amp_mat &x, void *y, int64_t ld, void *stream) {
+    const int64_t tiles = ampc_blocks(x.rows, AMPC_TURN_TILE) * ampc_blocks(x.cols, AMPC_TURN_TILE);
+    return ampc_launch(dev, "gemm", ampc_turn_kernel, ampc_full_grid(tiles), 256, 0, stream, x,
+                       ampc_aligned(x.data) && x.ld % 4 == 0, (uint32_t *)y, ld, tiles);
+}
+
+/* A product is computed without copies if there is no memory for them, which changes its last bits. */
+void ampc_turn_log(ampc_device *dev, size_t bytes) {
+    char text[200];
+    if (__atomic_exchange_n(&dev->blas.unturned, 1, __ATOMIC_RELAXED)) return;
+    snprintf(text, sizeof text,
+             "amp_cuda: no memory for %zu bytes of transposed operands: products in tf32 are slower without them, and "
+             "have other last bits", bytes);
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_TURNED, text);
+}
+
+/* Does the call with copies of `which` operands.  Sums over rows read the operand as it was, so that they have the same
+   bits with and without copies. */
+amp_result ampc_gemm_turned(ampc_device *dev, const amp_k_gemm &g, int which, void *stream) {
+    ampc_scratch copy(dev, stream);
+    const int64_t ld = ampc_filled(g.k, 4), rows = (which & AMPC_TURN_A ? g.m : 0) + (which & AMPC_TURN_B ? g.n : 0);
+    const size_t bytes = (size_t)(rows * ld) * sizeof(float);
+    amp_k_gemm p = g, sums = g;
+    amp_result result = copy.get(bytes, "gemm");
+    if (result == AMP_ERR_MEMORY) {
+        ampc_turn_log(dev, bytes);
+        return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
+    }
+    AMPC_TRY(result);
+    float *to = (float *)copy.data;
+    for (int i = 0; i < 2; i++) {
+        ampc_gemm_operand x(p, i != 0);
+        if (!(which >> i & 1)) continue;
+        AMPC_TRY(ampc_turn(dev, ampc_matrix(x.data, AMP_F32, x.rows, x.cols, x.ld), to, ld, stream));
+        x.data = to, x.ld = ld, to += x.cols * ld;
+        (i ? p.trans_b : p.trans_a) ^= 1;
+    }
+    sums.column_sum.data = NULL;
+    if (which & AMPC_TURN_A) p.row_sum.data = NULL;
+    AMPC_TRY(ampc_gemm_from(dev, p, AMPC_FUSED, stream));
+    return which & AMPC_TURN_A ? ampc_gemm_sums(dev, sums, stream) : AMP_OK;
 }
 
 /* ---- Products in FP8.  Operands are rounded to 8 bits, and cuBLASLt multiplies them.  Where it cannot, they are
@@ -5880,7 +6025,8 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
     if (g.compute == AMP_FP8) return ampc_gemm_fp8(dev, g, stream);
-    return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
+    const int turned = ampc_turned_operands(dev, g);
+    return turned ? ampc_gemm_turned(dev, g, turned, stream) : ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
 /* If two products read an operand that must be cast, the first product casts it for both. */

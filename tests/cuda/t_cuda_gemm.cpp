@@ -332,6 +332,147 @@ CUDA_TEST(epilogues_of_our_own) {
     }
 }
 
+/* What a product of the backward passes takes, alone: launches of kernels and calls of cuBLASLt. */
+struct taken { long launches, matmuls; };
+static taken take(void *dev, const gemm_case &x, std::string *out) {
+    cuda_side memory(amp_cuda());
+    gemm_arguments args(memory, x);
+    memory.sync();
+    coc_reset_counts();
+    CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+    taken t = {coc_count().launches, coc_count().blas_matmuls};
+    CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+    if (out) args.get(memory, out);
+    return t;
+}
+
+/* Where act's input is kept in fp32, the product and its bias go there at once, and a map reads that and writes c: 12 bytes
+   an element in place of 16, because the map wrote both before.  The bits are those of the plain product with a map, which
+   is what remains where cuBLASLt lacks the epilogue. */
+CUDA_TEST(products_into_the_kept_input) {
+    const amp_dtype f = AMP_F32, t = AMP_TF32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    static const gemm_case cases[] = {
+        {"fp32", 17, 24, 32, 1, 0, 1, f, f, f, f, 1, 0, f, AMP_ACT_GELU, f},
+        {"tf32", 16, 24, 32, 1, 0, 1, f, f, f, t, 1, 0, f, AMP_ACT_GELU, f},
+        {"tf32, alpha and beta", 16, 24, 32, 1, 0, 1, f, f, f, t, 2, 0.5f, f, AMP_ACT_GELU_ERF, f},
+        {"tf32 without a bias", 16, 24, 32, 1, 0, 1, f, f, f, t, 1, 0, no, AMP_ACT_SILU, f},
+        {"bf16 with its input in fp32", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, f, AMP_ACT_GELU, f},
+    };
+    for (const gemm_case &x : cases) {
+        std::string out[2];
+        for (int lacks = 0; lacks < 2; lacks++) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            if (lacks && !x.bias) continue;
+            coc_set_blas_lacks(lacks ? CUBLASLT_EPILOGUE_BIAS : -1);
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            taken once = take(dev, x, &out[lacks]);
+            CHECK_MSG(once.launches == 1 && once.matmuls == 1, "%s: %ld launches, %ld products", x.name, once.launches, once.matmuls);
+            CHECK_MSG(coc_kernel_launches("ampc_finish<1>") == !lacks && coc_kernel_launches("ampc_finish<2>") == lacks,
+                      "%s: the map writes %d arrays", x.name, coc_kernel_launches("ampc_finish<2>") ? 2 : 1);
+            amp_cuda()->close(dev);
+        }
+        coc_set_blas_lacks(-1);
+        if (x.bias) CHECK_MSG(out[0] == out[1], "%s: other bits than in two steps", x.name);
+    }
+    for (gemm_case x : cases) x.matmuls = x.launches = 1, check_case(x);
+}
+
+/* ---- Transposed copies */
+
+/* A product by a device of this capability and a copy of at most `limit` bytes; its results, and what it took. */
+struct turned_run {
+    std::string out, log;
+    long turns = 0, matmuls = 0;
+    size_t limit;
+    static void *alloc(void *user, size_t bytes, int32_t, void *) {
+        void *p = NULL;
+        return bytes <= ((turned_run *)user)->limit && cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+    }
+    static void free(void *, void *p, size_t, int32_t, void *) { (void)cudaFree(p); }
+    static turned_run *running;
+    static void write(void *, amp_log_level, int id, const char *text) { running->log += std::to_string(id) + " " + text + "\n"; }
+
+    turned_run(const gemm_case &x, int capability, size_t most = SIZE_MAX, bool captured = false) : limit(most) {
+        const amp_backend *b = amp_cuda();
+        amp_backend_desc d = {};
+        amp_host host = *cuda_host();
+        void *dev = NULL, *graph = NULL;
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 30, 4, capability);
+        running = this;
+        host.log = write;
+        if (limit != SIZE_MAX) d.memory.alloc = alloc, d.memory.free = free, d.memory.user = this;
+        CHECK_EQ(b->open(&dev, &host, &d), AMP_OK);
+        {
+            cuda_side memory(b);
+            gemm_arguments args(memory, x);
+            memory.sync();
+            coc_reset_counts();
+            if (captured) CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            if (captured) {
+                CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+                CHECK(b->graph_launch(dev, graph, NULL) == AMP_OK);
+            }
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            turns = coc_kernel_launches("ampc_turn_kernel"), matmuls = coc_count().blas_matmuls;
+            if (limit != SIZE_MAX) CHECK(b->gemm(dev, &args.g, NULL) == AMP_OK && b->stream_sync(dev, NULL) == AMP_OK);
+            args.get(memory, &out);
+            if (captured) b->graph_destroy(dev, graph);
+        }
+        b->close(dev);
+        CHECK_EQ(coc_faults(), 0);
+    }
+};
+turned_run *turned_run::running;
+
+/* Large products in TF32 on Hopper copy the operands that are not contiguous along k, if that saves time: the classifier's
+   and the linear layers' gradients, but no small product, none whose other sides are too short, no other dtype, and no
+   other GPU.  The model multiplies and sums in one order, so the bits are the same, those of sums over rows too. */
+CUDA_TEST(transposed_copies) {
+    const amp_dtype f = AMP_F32, t = AMP_TF32, no = AMP_DTYPE_DEFAULT;
+    const amp_activation_kind none = AMP_ACT_NONE;
+    gemm_case cases[] = {
+        {"NN", 1030, 130, 1001, 1, 0, 0, f, f, f, t},
+        {"TN with sums", 259, 257, 1023, 1, 1, 0, f, f, f, t, 1, 1, no, none, no, 0, no, f, 1},
+        {"TT", 300, 260, 500, 1, 1, 1, f, f, f, t},
+        {"NN through GELU", 1030, 130, 1000, 1, 0, 0, f, f, f, t, 1, 0, no, AMP_ACT_GELU, f, 1},
+        {"a small one", 64, 64, 64, 1, 1, 0, f, f, f, t},
+        {"few rows", 16, 600, 2000, 1, 0, 0, f, f, f, t},
+        {"NT", 1030, 130, 1000, 1, 0, 1, f, f, f, t},
+        {"in fp32", 259, 257, 1023, 1, 1, 0, f, f, f, f},
+        {"in bf16", 259, 257, 1023, 1, 1, 0, AMP_BF16, AMP_BF16, f, AMP_BF16},
+    };
+    const long turns[] = {1, 2, 1, 1, 0, 0, 0, 0, 0};
+    cases[1].pad_a = 3, cases[1].pad_b = 4, cases[2].offset = 1;
+    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
+        turned_run direct(cases[i], 80), here(cases[i], 90);
+        CHECK_MSG(direct.turns == 0, "%s", cases[i].name);
+        CHECK_MSG(here.turns == turns[i] && here.matmuls == 1, "%s: %ld copies, %ld products", cases[i].name, here.turns, here.matmuls);
+        CHECK_MSG(here.out == direct.out, "%s: other bits", cases[i].name);
+        if (turns[i] == 0) continue;
+        turned_run again(cases[i], 90), captured(cases[i], 90, SIZE_MAX, true);
+        CHECK_MSG(again.out == here.out, "%s: other bits the second time", cases[i].name);
+        CHECK_MSG(captured.turns == turns[i], "%s: %ld copies in a graph", cases[i].name, captured.turns);
+        if (!cases[i].beta) CHECK_MSG(captured.out == here.out, "%s: other bits from a graph", cases[i].name);
+    }
+    coc_reset();
+    coc_set_devices(2);
+}
+
+/* Without memory for a copy the product is computed directly, which is logged once. */
+CUDA_TEST(transposed_copies_without_memory) {
+    const gemm_case x = {"TN", 259, 257, 1023, 1, 1, 0, AMP_F32, AMP_F32, AMP_F32, AMP_TF32};
+    turned_run direct(x, 80), room(x, 90, (size_t)64 << 20), tight(x, 90, 1 << 20);
+    CHECK(room.turns == 2 && room.log.empty() && room.out == direct.out);
+    CHECK_MSG(tight.turns == 0 && tight.out == direct.out, "%ld copies", tight.turns);
+    CHECK_MSG(tight.log.find("5008 amp_cuda: no memory for 2113536 bytes") == 0 && tight.log.find('\n') == tight.log.size() - 1, "%s",
+              tight.log.c_str());
+    coc_reset();
+    coc_set_devices(2);
+}
+
 /* Sums of rows with gaps between them, longer than a lane's chain of fp32 sums; of columns likewise. */
 CUDA_TEST(sums_with_gaps) {
     const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
@@ -964,19 +1105,6 @@ struct tuning {
     bool logged(const char *text) const { return log.find(text) != std::string::npos; }
 };
 
-/* What a product of the backward passes takes, alone: launches of kernels and calls of cuBLASLt. */
-struct taken { long launches, matmuls; };
-static taken take(void *dev, const gemm_case &x, std::string *out) {
-    cuda_side memory(amp_cuda());
-    gemm_arguments args(memory, x);
-    memory.sync();
-    coc_reset_counts();
-    CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
-    taken t = {coc_count().launches, coc_count().blas_matmuls};
-    CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
-    if (out) args.get(memory, out);
-    return t;
-}
 static bool fused(const taken &t) { return t.launches == 0 && t.matmuls == 1; }
 static bool in_parts(const taken &t) { return t.launches == 1 && t.matmuls == 1; }
 
@@ -1500,6 +1628,9 @@ int main(int argc, char **argv) {
     RUN(nothing_to_multiply);
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
+    RUN(products_into_the_kept_input);
+    RUN(transposed_copies);
+    RUN(transposed_copies_without_memory);
     RUN(sums_with_gaps);
     RUN(refused_products);
     RUN(plans_are_made_once);
