@@ -5508,9 +5508,8 @@ __global__ void __launch_bounds__(256) ampc_turn_kernel(amp_mat x, int wide, uin
         for (int i = 0; i < 4; i++) {
             const int c = 16 * i + line, step = AMPC_TURN_TILE + 1;
             const uint32_t *from = tile + four * step + c;
-            if (col + c < x.cols && row + four < ld)
-                *(uint4 *)(y + (col + c) * ld + row + four) =
-                    make_uint4(from[0], from[step], from[2 * step], from[3 * step]);
+            const uint4 word = {from[0], from[step], from[2 * step], from[3 * step]};
+            if (col + c < x.cols && row + four < ld) ((uint4 *)y)[((col + c) * ld + row + four) >> 2] = word;
         }
         __syncthreads();
     }
