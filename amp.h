@@ -39302,6 +39302,11 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        -fsanitize=thread -Werror and with clang 16; with AMP_API predefined a shared library can hide all of it.
        examples/amp_tcp.h starts hundreds of ranks and needs AMP_TCP_SECRET beyond loopback.  CUDA: streams forked
        within your captured graph have their own scratch memory.
+       Autotuning times algorithms in turn, on random numbers and for a quarter of a second a shape, and logs each
+       choice with the algorithm's attributes.  Files of 0.2 are ignored with a warning.  A file names the compute
+       capability, and the warning about another kind of GPU names both.  For fp32 results cuBLASLt may also keep split
+       sums in c's dtype.  On compute capability 9.0, large products in TF32 copy operands that are not contiguous along
+       k, with other last bits.  Linear layers with an activation in fp32 and TF32 move a quarter fewer bytes.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
        On a GPU the tape's gradients of biases are summed where the gradient is written: in the backward of norms and of

@@ -41,10 +41,13 @@
      multiprocessors, but nothing else does.
    - cuBLASLt computes products, with its epilogues where they fit.  Kernels of this file do the rest.  Split sums are
      kept in fp32 and added in order, so one plan gives the same bits every time.  Autotuning may choose another plan in
-     each run, and .autotune_file keeps the choice.
+     each run, and .autotune_file keeps the choice; see AUTOTUNING.
    - In products, TF32 operands are rounded or truncated, and are off by 2^-10 at most.  Biases are rounded to the
      result's dtype, and so may be beta c and the product before its epilogue.  A product beyond fp16 is then infinite,
      and GELU makes NaN of -infinity.  RELU may turn NaN into 0.
+   - On compute capability 9.0, large products in TF32 read transposed copies of operands that are not contiguous along
+     k.  Without memory for the copies, products are computed directly, with other last bits, and warning 5008 says so
+     once.  The copies have never run on a GPU.
    - The kernels of attention by wgmma and TMA are for compute capability 9.0, in code for sm_90a.  They pass every test
      on a model of the GPU, but have never run on one.  They are therefore off unless amp_desc.wgmma is 1, and a wait of
      theirs that does not end becomes an error of the kernel.
@@ -57,6 +60,22 @@
      watched, and must be destroyed before the context is closed.
    - GPUs need compute capability 7.5 or later.  Older ones (Volta has 7.0) are refused, because CUDA 13 builds for none
      of them.
+
+   AUTOTUNING
+
+   - With .autotune, the first product of each shape outside a capture times up to 16 algorithms of cuBLASLt.  Results
+     are compared on whole numbers first, and an algorithm that is wrong is not used.  The algorithms then take turns on
+     random numbers, because these draw the power of a training.  The rounds take about a quarter of a second for each
+     shape, and up to a quarter of the GPU's memory.  GPT-2's step has 19 products, which is estimated to take ten
+     seconds on an H100.  This was not measured.
+   - Each choice is logged once at level info, as message 5003.  The message has the shape, the dtypes and the epilogue,
+     the algorithm's attributes, the median times, and whether a bias gradient is fused or summed apart.
+   - .autotune_file is read by amp_open and written by amp_close.  It is for one kind of GPU and one version of
+     cuBLASLt.  The kind is the name, the compute capability and the number of multiprocessors.  Elsewhere it is
+     ignored, with warning 5004, which names both.
+   - To ship tuned products, run a few steps of your program on each kind of GPU with .autotune and a file for that
+     kind.  With .autotune off, the file is read but never written, and what it lacks is not timed.  Steps then have the
+     same bits in each run.
 
    CONTENTS AT A GLANCE     Search for the tags.  They are amp.h's, and so is the order of the sections.  Only the two
                             of >>backends at the end stand elsewhere: C++ requires them after the kernels that they
@@ -142,6 +161,7 @@ struct ampc_blas {
     int owned;                      /* 1: made by this file; 0: the program's */
     int autotune;
     int64_t cache;                  /* bytes of the GPU's second-level cache */
+    int unturned;                   /* 1: a product in TF32 had no memory for transposed operands; atomic */
     int tuning;                     /* threads that measure a product now; atomic */
     pthread_mutex_t lock;           /* guards everything below and the algorithms in plans */
     ampc_plan *plans[AMPC_PLANS];   /* by the hash of their keys; they stay until the context closes */
@@ -284,7 +304,8 @@ enum {
     AMPC_LOG_PLANS = 5004,
     AMPC_LOG_CAPTURE = 5005,
     AMPC_LOG_IMAGE = 5006,
-    AMPC_LOG_MAPS = 5007
+    AMPC_LOG_MAPS = 5007,
+    AMPC_LOG_TURNED = 5008
 }; /* ids of log messages */
 
 /* ==== 1 >>base: errors ==== */
@@ -4844,6 +4865,7 @@ static_assert(sizeof(ampc_plan_key) % 8 == 0, "whole words");
 enum ampc_way {
     AMPC_FUSED,      /* the product with its whole epilogue, in cuBLASLt */
     AMPC_SUMS_APART, /* the same, but kernels compute sums over rows or columns */
+    AMPC_INTO_PRE,   /* act's input with its bias in cuBLASLt, into pre, and a map from there to c */
     AMPC_UNFUSED,    /* the plain product in cuBLASLt, in fp32 (in c itself if possible), and a map for the rest */
     AMPC_UNITS       /* the kernel of the fp32 units */
 };
@@ -5119,12 +5141,20 @@ cublasStatus_t ampc_plan_describe_matrix(cublasLtMatrixLayout_t *out, amp_dtype 
     return cublasLtMatrixLayoutSetAttribute(*out, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride, sizeof stride);
 }
 
-/* Asks cuBLASLt for algorithms.  Split sums must not be kept in c's dtype, which would round them. */
+/* The ways in which cuBLASLt may keep the partial sums of a product whose k it splits.  COMPUTE_TYPE keeps them in
+   fp32.  OUTPUT_TYPE keeps them in c's dtype, which is the same if c is fp32, and otherwise rounds them.  INPLACE adds
+   them to c itself, and does not promise the same bits in each run. */
+uint32_t ampc_plan_reductions(const ampc_plan *plan) {
+    const uint32_t in_fp32 = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE;
+    return plan->key.c_dtype == AMP_F32 ? in_fp32 | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE : in_fp32;
+}
+
+/* Asks cuBLASLt for algorithms. */
 cublasStatus_t ampc_plan_ask(ampc_device *dev, const ampc_plan *plan, cublasLtMatmulDesc_t product, int most,
                              cublasLtMatmulHeuristicResult_t *found, int *n) {
     cublasLtMatmulPreference_t wish = NULL;
     uint64_t workspace = dev->has.workspace;
-    uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, align[3];
+    uint32_t reductions = ampc_plan_reductions(plan), align[3];
     cublasStatus_t status = cublasLtMatmulPreferenceCreate(&wish);
     auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, const void *value, size_t size) {
         if (status == CUBLAS_STATUS_SUCCESS)
@@ -5337,18 +5367,34 @@ void ampc_gemm_tidy(amp_k_gemm *g) {
 /* Stands for scratch memory in a plan, where only the alignment of that memory matters. */
 void *ampc_scratch_place() { return (void *)(uintptr_t)AMPC_ALIGN; }
 
+/* Whether cuBLASLt can leave act's input in pre.  Its biases have the result's dtype. */
+bool ampc_pre_holds_product(const amp_k_gemm &g) {
+    return g.pre != NULL && !g.backward && g.pre_dtype == AMP_F32 && g.batch == 1 &&
+           (g.bias == NULL || (g.bias_dtype == AMP_F32 && ampc_aligned(g.bias)));
+}
+
 /* ampc_way_maps is whether a map computes c from a plain product.  ampc_way_product is the product of a way.  A plain
    product is in c itself if possible, and otherwise in scratch memory. */
 bool ampc_way_maps(const amp_k_gemm &g, ampc_way way) {
-    return way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
+    return way == AMPC_INTO_PRE || way == AMPC_UNFUSED || (way == AMPC_UNITS && g.backward);
 }
 amp_k_gemm ampc_way_product(const amp_k_gemm &g, ampc_way way) {
     amp_k_gemm p = g;
     if (way != AMPC_FUSED) p.column_sum.data = p.row_sum.data = NULL;
     if (!ampc_way_maps(g, way)) return p;
-    if (g.c_dtype != AMP_F32 || ampi_is_set(g.beta)) p.c = ampc_scratch_place(), p.ldc = g.n, p.stride_c = g.m * g.n;
-    p.bias = NULL, p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
+    if (way == AMPC_INTO_PRE) p.c = g.pre, p.ldc = g.ld_pre;
+    else if (g.c_dtype != AMP_F32 || ampi_is_set(g.beta))
+        p.c = ampc_scratch_place(), p.ldc = g.n, p.stride_c = g.m * g.n;
+    if (way != AMPC_INTO_PRE) p.bias = NULL;
+    p.pre = NULL, p.act = AMP_ACT_NONE, p.backward = 0, p.beta = 0, p.c_dtype = AMP_F32;
     return p;
+}
+
+/* What the map of a way does with its product. */
+amp_k_gemm ampc_way_rest(const amp_k_gemm &g, ampc_way way) {
+    amp_k_gemm rest = g;
+    if (way == AMPC_INTO_PRE) rest.bias = NULL, rest.pre = NULL;
+    return rest;
 }
 
 /* The steps of a way, or 0 if there is no such way to do the call.  *product is set to the product after the operands'
@@ -5367,10 +5413,12 @@ int ampc_way_steps(const amp_k_gemm &args, ampc_way way, amp_k_gemm *product) {
     *product = ampc_way_product(g, way);
     if (way != AMPC_UNITS) {
         if (!library || ampc_gemm_epilogue(*product) < 0 || (way == AMPC_SUMS_APART && sum == NULL)) return 0;
+        if (way == AMPC_INTO_PRE && !ampc_pre_holds_product(g)) return 0;
         if (way == AMPC_UNFUSED &&
             ampc_gemm_epilogue(ampc_way_product(g, AMPC_SUMS_APART)) == CUBLASLT_EPILOGUE_DEFAULT)
             return 0;
-        if (product->bias != NULL && (g.bias_dtype != g.c_dtype || !ampc_aligned(g.bias))) steps |= AMPC_CAST_BIAS;
+        if (product->bias != NULL && (g.bias_dtype != product->c_dtype || !ampc_aligned(g.bias)))
+            steps |= AMPC_CAST_BIAS;
     }
     if (sum != NULL && fused && (sum->add || sum->dtype != g.c_dtype || !ampc_aligned(sum->data)))
         steps |= AMPC_ADD_SUM;
@@ -5412,7 +5460,7 @@ amp_result ampc_gemm_run(ampc_device *dev, const amp_k_gemm &g, ampc_way way, in
     if (steps & AMPC_MATMUL) AMPC_TRY(ampc_plan_run(dev, plan, product, stream, done));
     if (!*done) return AMP_OK;
     if (steps & AMPC_SIMT) AMPC_TRY(ampc_gemm_units(dev, product, stream));
-    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, g, product, NULL, stream));
+    if (steps & AMPC_MAP) AMPC_TRY(ampc_gemm_map(dev, ampc_way_rest(g, way), product, NULL, stream));
     if (steps & AMPC_ADD_SUM) {
         amp_k_add add =
             {vector.data, sum->add ? sum->data : NULL, sum->data, g.c_dtype, sum->dtype, sum->dtype, count, 1, 1};
@@ -5462,6 +5510,126 @@ amp_result ampc_gemm_from(ampc_device *dev, amp_k_gemm g, ampc_way first, void *
         if (!done) ampc_plan_refuse(dev, plan.product);
     }
     return AMP_OK;
+}
+
+/* ---- Products in TF32 on Hopper, whose wgmma reads operands of TF32 only if they are contiguous along k.  An operand
+   that is not is copied, transposed, into scratch memory, where the copy takes less time than it saves. */
+
+enum { AMPC_TURN_A = 1, AMPC_TURN_B = 2, AMPC_TURN_TILE = 64 };
+enum { AMPC_TURN_PART = 16 };       /* the copies take at most a sixteenth of the GPU's memory */
+
+/* Which operands to copy.  An H100 with 132 multiprocessors computed 368 TFLOP/s where both operands are contiguous
+   along k, 275 where only a is, and 140 where neither is.  No product was measured in which only b is, and it is taken
+   to be as slow as the last.  A copy reads and writes 4 bytes of each number, is assumed to move 2.4 TB/s, of the 3.0
+   that plain copies reached, and takes 3 us to launch.  Copies must save a twentieth of the time. */
+int ampc_turned_operands(const ampc_device *dev, const amp_k_gemm &g) {
+    const int64_t most = dev->info.memory / AMPC_TURN_PART / 4;
+    const double operations = 2.0 * (double)g.m * (double)g.n * (double)g.k, scale = dev->has.multiprocessors / 132.0;
+    const bool along[] = {g.trans_a == 0, g.trans_b != 0};
+    const int64_t numbers[] = {g.m * g.k, g.n * g.k};
+    double least = 0;
+    int best = 0;
+    if (g.compute != AMP_TF32 || dev->has.cc != 90 || g.batch != 1 || !ampc_gemm_for_library(g)) return 0;
+    for (int which = 0; which <= (AMPC_TURN_A | AMPC_TURN_B); which++) {
+        double seconds = 0;
+        int64_t copied = 0;
+        bool possible = true;
+        for (int i = 0; i < 2; i++) {
+            if (!(which >> i & 1)) continue;
+            possible = possible && !along[i] && (i ? g.b_dtype : g.a_dtype) == AMP_F32 && g.cut[i] == NULL;
+            copied += numbers[i];
+            seconds += 3e-6 + 8.0 * (double)numbers[i] / 2.4e12;
+        }
+        const bool a = along[0] || (which & AMPC_TURN_A), b = along[1] || (which & AMPC_TURN_B);
+        const double product = operations / (scale * (!a ? 140e12 : !b ? 275e12 : 368e12));
+        seconds = which ? seconds + product : 0.95 * product;
+        if (!possible || copied > most || (which && seconds >= least)) continue;
+        least = seconds, best = which;
+    }
+    return best;
+}
+
+/* Copies a matrix of words transposed: y[c ld + r] = x[r][c].  Rows of y are filled up to ld with zeros, and ld is a
+   multiple of 4.  A block copies tiles of 64 x 64 through shared memory, and a thread 4 x 4 words of each, where `wide`
+   says that 16 bytes can be read at a time. */
+__global__ void __launch_bounds__(256) ampc_turn_kernel(amp_mat x, int wide, uint32_t *y, int64_t ld, int64_t tiles) {
+    AMPC_SHARED(uint32_t, tile, AMPC_TURN_TILE * (AMPC_TURN_TILE + 1));
+    const int line = (int)threadIdx.x / 16, four = 4 * ((int)threadIdx.x % 16);
+    const int64_t across = ampc_blocks(x.cols, AMPC_TURN_TILE);
+    for (int64_t at = blockIdx.x; at < tiles; at += gridDim.x) {
+        const int64_t row = at / across * AMPC_TURN_TILE, col = at % across * AMPC_TURN_TILE;
+        uint4 words[4];
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int64_t r = row + 16 * i + line, left = r < x.rows ? x.cols - col - four : 0;
+            const uint32_t *from = (const uint32_t *)x.data + r * x.ld + col + four;
+            words[i] = make_uint4(0, 0, 0, 0);
+            if (wide && left >= 4) words[i] = *(const uint4 *)from;
+            else {
+                if (left > 0) words[i].x = from[0];
+                if (left > 1) words[i].y = from[1];
+                if (left > 2) words[i].z = from[2];
+                if (left > 3) words[i].w = from[3];
+            }
+        }
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            uint32_t *to = tile + (16 * i + line) * (AMPC_TURN_TILE + 1) + four;
+            to[0] = words[i].x, to[1] = words[i].y, to[2] = words[i].z, to[3] = words[i].w;
+        }
+        __syncthreads();
+        AMPC_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int c = 16 * i + line, step = AMPC_TURN_TILE + 1;
+            const uint32_t *from = tile + four * step + c;
+            const uint4 word = {from[0], from[step], from[2 * step], from[3 * step]};
+            if (col + c < x.cols && row + four < ld) ((uint4 *)y)[((col + c) * ld + row + four) >> 2] = word;
+        }
+        __syncthreads();
+    }
+}
+
+amp_result ampc_turn(ampc_device *dev, const amp_mat &x, void *y, int64_t ld, void *stream) {
+    const int64_t tiles = ampc_blocks(x.rows, AMPC_TURN_TILE) * ampc_blocks(x.cols, AMPC_TURN_TILE);
+    return ampc_launch(dev, "gemm", ampc_turn_kernel, ampc_full_grid(tiles), 256, 0, stream, x,
+                       ampc_aligned(x.data) && x.ld % 4 == 0, (uint32_t *)y, ld, tiles);
+}
+
+/* A product is computed without copies if there is no memory for them, which changes its last bits. */
+void ampc_turn_log(ampc_device *dev, size_t bytes) {
+    char text[200];
+    if (__atomic_exchange_n(&dev->blas.unturned, 1, __ATOMIC_RELAXED)) return;
+    snprintf(text, sizeof text,
+             "amp_cuda: no memory for %zu bytes of transposed operands: products in tf32 are slower without them, and "
+             "have other last bits", bytes);
+    dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_TURNED, text);
+}
+
+/* Does the call with copies of `which` operands.  Sums over rows read the operand as it was, so that they have the same
+   bits with and without copies. */
+amp_result ampc_gemm_turned(ampc_device *dev, const amp_k_gemm &g, int which, void *stream) {
+    ampc_scratch copy(dev, stream);
+    const int64_t ld = ampc_filled(g.k, 4), rows = (which & AMPC_TURN_A ? g.m : 0) + (which & AMPC_TURN_B ? g.n : 0);
+    const size_t bytes = (size_t)(rows * ld) * sizeof(float);
+    amp_k_gemm p = g, sums = g;
+    amp_result result = copy.get(bytes, "gemm");
+    if (result == AMP_ERR_MEMORY) {
+        ampc_turn_log(dev, bytes);
+        return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
+    }
+    AMPC_TRY(result);
+    float *to = (float *)copy.data;
+    for (int i = 0; i < 2; i++) {
+        ampc_gemm_operand x(p, i != 0);
+        if (!(which >> i & 1)) continue;
+        AMPC_TRY(ampc_turn(dev, ampc_matrix(x.data, AMP_F32, x.rows, x.cols, x.ld), to, ld, stream));
+        x.data = to, x.ld = ld, to += x.cols * ld;
+        (i ? p.trans_b : p.trans_a) ^= 1;
+    }
+    sums.column_sum.data = NULL;
+    if (which & AMPC_TURN_A) p.row_sum.data = NULL;
+    AMPC_TRY(ampc_gemm_from(dev, p, AMPC_FUSED, stream));
+    return which & AMPC_TURN_A ? ampc_gemm_sums(dev, sums, stream) : AMP_OK;
 }
 
 /* ---- Products in FP8.  Operands are rounded to 8 bits, and cuBLASLt multiplies them.  Where it cannot, they are
@@ -5930,7 +6098,8 @@ amp_result ampc_gemm(void *device, const amp_k_gemm *args, void *stream) {
     ampc_gemm_tidy(&g);
     if (g.m <= 0 || g.n <= 0 || g.batch <= 0) return ampc_gemm_sums(dev, g, stream);
     if (g.compute == AMP_FP8) return ampc_gemm_fp8(dev, g, stream);
-    return ampc_gemm_from(dev, g, AMPC_FUSED, stream);
+    const int turned = ampc_turned_operands(dev, g);
+    return turned ? ampc_gemm_turned(dev, g, turned, stream) : ampc_gemm_from(dev, g, AMPC_FUSED, stream);
 }
 
 /* If two products read an operand that must be cast, the first product casts it for both. */
@@ -5963,13 +6132,18 @@ amp_result ampc_call_scratch(void *device, void **ptr, size_t bytes) {
 void ampc_gemm_release(void *device, const amp_k_gemm *args) { ampc_free(device, args->scratch, args->scratch_bytes); }
 
 /* ---- Autotuning.  It has separate memory, and runs in the caller's stream.  Each algorithm that cuBLASLt names is
-   compared with the fp32 units' result and timed, and so are the parts of each epilogue.  Operands are small whole
-   numbers, so any order of summation must give the same bits.  The first operands are all ones, which expose a product
-   that skips part of k. */
+   compared with the fp32 units' result and timed, and so are the parts of each epilogue.  The compared operands are
+   small whole numbers, so any order of summation must give the same bits.  The first of them are all ones, which expose
+   a product that skips part of k.  The timed operands are random fractions, because the GPU's power limits its clock,
+   and small whole numbers draw less power than the numbers of a training. */
 
-enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_RUNS = 7, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_ALGORITHMS = 16, AMPC_TUNE_PRODUCTS = 4, AMPC_TUNE_SETS = 16 };
+enum { AMPC_TUNE_RUNS = 7, AMPC_TUNE_FEW = 3 };     /* rounds of timing, and those of long products */
 enum { AMPC_TUNE_PART = 4 };        /* the buffers take at most a quarter of the GPU's memory */
 enum { AMPC_TUNE_SPIN = 60000 };    /* clocks for each product: 30 us, enough for a few launches */
+#define AMPC_TUNE_SECONDS 0.25      /* the rounds of a product take no longer, if AMPC_TUNE_FEW of them do not */
+
+enum ampc_tune_numbers { AMPC_TUNE_WHOLE, AMPC_TUNE_ONES, AMPC_TUNE_RANDOM };
 
 /* The buffers of a product.  There are `sets` of them, so that the next run does not read from the cache.  The last set
    holds the correct results, and has the inputs of the first.  The product of GPT-2's head with 64 sequences of 1024
@@ -5982,11 +6156,12 @@ struct ampc_tuning {
     size_t bytes, results;          /* of one set; of those, its results */
     int sets, timed;                /* timed: how many sets the runs alternate between */
     ampc_scratch scratch;
-    void *from, *to;                /* events */
+    void *marks[AMPC_TUNE_ALGORITHMS + 2];  /* events before, between and behind the ways of a round */
     ampc_tuning(ampc_device *d, const amp_k_gemm &args, ampc_plan *p, void *s)
-        : dev(d), stream(s), g(args), plan(p), bytes(0), results(0), sets(0), timed(0), scratch(d, s), from(NULL),
-          to(NULL) {}
-    ~ampc_tuning() { ampc_event_destroy(dev, from), ampc_event_destroy(dev, to); }
+        : dev(d), stream(s), g(args), plan(p), bytes(0), results(0), sets(0), timed(0), scratch(d, s), marks() {}
+    ~ampc_tuning() {
+        for (void *mark : marks) ampc_event_destroy(dev, mark);
+    }
 };
 
 int64_t ampc_extent_c(const amp_k_gemm &g) { return (g.batch - 1) * g.stride_c + (g.m - 1) * g.ldc + g.n; }
@@ -6016,14 +6191,15 @@ amp_k_gemm ampc_tune_set(const ampc_tuning *t, int i, size_t *bytes = NULL, size
     return g;
 }
 
-/* Fills an array with whole numbers from -2 to 2, or with ones. */
+/* Fills an array with whole numbers from -2 to 2, with ones, or with random fractions between -1 and 1. */
 __global__ void __launch_bounds__(256)
-    ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, int ones, uint32_t seed) {
+    ampc_tune_fill_kernel(void *p, amp_dtype dtype, int64_t n, ampc_tune_numbers numbers, uint32_t seed) {
     int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     for (; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         uint32_t hash = ((uint32_t)i ^ seed) * 0x9e3779b9u;
         hash = (hash ^ hash >> 15) * 0x85ebca6bu;
-        ampc_put_stored(p, dtype, i, ones ? 1.0f : (float)((int)((hash >> 16) % 5) - 2));
+        const float whole = (float)((int)((hash >> 16) % 5) - 2), fraction = (float)(int)hash * 0x1p-31f;
+        ampc_put_stored(p, dtype, i, numbers == AMPC_TUNE_ONES ? 1.0f : numbers == AMPC_TUNE_WHOLE ? whole : fraction);
     }
 }
 
@@ -6043,7 +6219,7 @@ ampc_tune_compare_kernel(amp_mat x, amp_mat y, int64_t total, float share, unsig
 }
 
 /* Fills the inputs of a set.  c is 0, so that beta changes nothing. */
-amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
+amp_result ampc_tune_inputs(const ampc_tuning *t, int i, ampc_tune_numbers numbers) {
     amp_k_gemm g = ampc_tune_set(t, i);
     const struct { const void *p; int64_t n; amp_dtype dtype; } inputs[] = {
         {g.a, ampc_gemm_operand(g, 0).extent(), g.a_dtype}, {g.b, ampc_gemm_operand(g, 1).extent(), g.b_dtype},
@@ -6053,12 +6229,12 @@ amp_result ampc_tune_inputs(const ampc_tuning *t, int i, int ones) {
         if (inputs[k].p != NULL)
             AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_fill_kernel,
                                  ampc_grid(t->dev, ampc_blocks(inputs[k].n, 256), 8), 256, 0, t->stream,
-                                 const_cast<void *>(inputs[k].p), inputs[k].dtype, inputs[k].n, ones, k + 1));
+                                 const_cast<void *>(inputs[k].p), inputs[k].dtype, inputs[k].n, numbers, k + 1));
     return AMP_OK;
 }
 
-/* Takes the memory of the sets, fills the inputs, and makes the events.  All sets but the last are for timing.  Fails
-   with AMP_ERR_MEMORY if two sets are too large. */
+/* Takes the memory of the sets, and makes the events.  All sets but the last are for timing.  Fails with AMP_ERR_MEMORY
+   if two sets are too large. */
 amp_result ampc_tune_open(ampc_tuning *t) {
     const size_t most = (size_t)t->dev->info.memory / AMPC_TUNE_PART;
     size_t all;
@@ -6069,9 +6245,8 @@ amp_result ampc_tune_open(ampc_tuning *t) {
         if (--t->sets < 2) return AMP_ERR_MEMORY;
     t->timed = t->sets - 1;
     AMPC_TRY(t->scratch.get(all, "autotune"));
-    for (int i = 0; i < t->sets; i++) AMPC_TRY(ampc_tune_inputs(t, i, 0));
-    AMPC_TRY(ampc_event_create(t->dev, &t->from, 1));
-    return ampc_event_create(t->dev, &t->to, 1);
+    for (void *&mark : t->marks) AMPC_TRY(ampc_event_create(t->dev, &mark, 1));
+    return AMP_OK;
 }
 
 amp_k_gemm ampc_tune_alone(amp_k_gemm g) {      /* sums overwrite, so that runs are independent */
@@ -6121,15 +6296,15 @@ void ampc_tune_take(ampc_plan *plan, const cublasLtMatmulHeuristicResult_t &foun
 }
 
 /* Sets *right to false if the result of the plan's algorithm differs from the last set's. */
-amp_result ampc_tune_verify(const ampc_tuning *t, int ones, bool *right) {
+amp_result ampc_tune_verify(const ampc_tuning *t, ampc_tune_numbers numbers, bool *right) {
     ampc_scratch count(t->dev, t->stream);
     unsigned long long wrong = 0;
     bool done = false;
     AMPC_TRY(count.get(sizeof wrong, "autotune"));
     AMPC_TRY(ampc_fill(t->dev, count.data, 0, sizeof wrong, t->stream));
-    AMPC_TRY(ampc_tune_inputs(t, 0, ones));
+    AMPC_TRY(ampc_tune_inputs(t, 0, numbers));
     AMPC_TRY(ampc_tune_trial(t, ampc_tune_alone(ampc_tune_set(t, 0)), &done));
-    AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, ones, (unsigned long long *)count.data));
+    AMPC_TRY(ampc_tune_compare(t, 0, t->sets - 1, numbers == AMPC_TUNE_ONES, (unsigned long long *)count.data));
     AMPC_TRY(ampc_copy(t->dev, &wrong, count.data, sizeof wrong, AMP_COPY_TO_HOST, t->stream));
     AMPC_TRY(ampc_stream_sync(t->dev, t->stream));
     *right = *right && done && wrong == 0;
@@ -6141,13 +6316,13 @@ amp_result ampc_tune_check(ampc_tuning *t, ampc_candidates *all) {
     for (int i = 0; i < all->count; i++)
         all->right[i] =
             all->found[i].state == CUBLAS_STATUS_SUCCESS && all->found[i].workspaceSize <= t->dev->has.workspace;
-    for (int ones = 1; ones >= 0; ones--) {
-        AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, ones));
+    for (ampc_tune_numbers numbers : {AMPC_TUNE_ONES, AMPC_TUNE_WHOLE}) {
+        AMPC_TRY(ampc_tune_inputs(t, t->sets - 1, numbers));
         AMPC_TRY(ampc_gemm_from(t->dev, ampc_tune_alone(ampc_tune_set(t, t->sets - 1)), AMPC_UNITS, t->stream));
         for (int i = 0; i < all->count; i++) {
             if (!all->right[i]) continue;
             ampc_tune_take(t->plan, all->found[i]);
-            AMPC_TRY(ampc_tune_verify(t, ones, &all->right[i]));
+            AMPC_TRY(ampc_tune_verify(t, numbers, &all->right[i]));
         }
     }
     return AMP_OK;
@@ -6158,103 +6333,187 @@ __global__ void ampc_tune_spin_kernel(long long clocks) {
     while (clock64() - from < clocks) {}
 }
 
-/* Measures the time of `products` products in a row, the first on set i.  The stream is kept busy until all are queued,
-   because the CPU takes longer to launch a small product than the GPU takes to run it. */
-amp_result ampc_tune_run(const ampc_tuning *t, bool parts, int i, int products, double *seconds) {
-    bool done = false;
-    AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream,
-                         (long long)AMPC_TUNE_SPIN * products));
-    AMPC_TRY(ampc_event_record(t->dev, t->from, t->stream));
-    for (int n = 0; n < products; n++) {
-        amp_k_gemm g = ampc_tune_set(t, (i + n) % t->timed);
-        AMPC_TRY(parts ? ampc_gemm_from(t->dev, g, AMPC_SUMS_APART, t->stream) : ampc_tune_trial(t, g, &done));
-        if (!parts && !done) t->plan->refused = 1;
+/* The ways to do a product that are timed: algorithms of cuBLASLt with the whole epilogue, by their number, and at the
+   end the plain product with kernels for the rest (AMPC_TUNE_ALGORITHMS). */
+struct ampc_race {
+    int ways[AMPC_TUNE_ALGORITHMS + 1], count;
+    int products[AMPC_TUNE_ALGORITHMS + 1];         /* in a row */
+    bool declined[AMPC_TUNE_ALGORITHMS + 1];        /* cuBLASLt refused to run it */
+    double times[AMPC_TUNE_ALGORITHMS + 1][AMPC_TUNE_RUNS];
+    int rounds;
+    int set;                                        /* that the next product takes */
+};
+
+/* Queues products of one way in a row. */
+amp_result ampc_tune_queue(ampc_tuning *t, const ampc_candidates &all, ampc_race *race, int at) {
+    const int way = race->ways[at];
+    bool done = true;               /* of the last product; none is declined alone */
+    if (way < AMPC_TUNE_ALGORITHMS) ampc_tune_take(t->plan, all.found[way]);
+    for (int n = 0; n < race->products[at]; n++) {
+        amp_k_gemm g = ampc_tune_set(t, race->set++ % t->timed);
+        if (way == AMPC_TUNE_ALGORITHMS) AMPC_TRY(ampc_gemm_from(t->dev, g, AMPC_SUMS_APART, t->stream));
+        else AMPC_TRY(ampc_tune_trial(t, g, &done));
     }
-    AMPC_TRY(ampc_event_record(t->dev, t->to, t->stream));
-    AMPC_TRY(ampc_event_sync(t->dev, t->to));
-    return ampc_event_elapsed(t->dev, t->from, t->to, seconds);
+    race->declined[at] |= !done;
+    return AMP_OK;
 }
 
-/* The median time of the product, with cuBLASLt's epilogue or in parts. */
-amp_result ampc_tune_time(const ampc_tuning *t, bool parts, double *seconds) {
-    double times[AMPC_TUNE_RUNS];
-    int products = AMPC_TUNE_PRODUCTS;
-    for (int i = -1, set = 0; i < AMPC_TUNE_RUNS; i++, set += products) {     /* the first is a warm-up */
-        double one = 0;
-        int at = i;
-        AMPC_TRY(ampc_tune_run(t, parts, set, products, &one));
-        if (i < 0 && one > 1e-3) products = 1;  /* one is long enough */
-        if (i < 0) continue;
-        one /= products;
-        for (; at > 0 && times[at - 1] > one; at--) times[at] = times[at - 1];
-        times[at] = one;
+/* Runs each way once, and sets seconds[] to their times.  The ways follow one another without a gap, so that the GPU
+   draws the power, and has the clock, of a training.  The stream is kept busy until all are queued, because the CPU
+   takes longer to launch a small product than the GPU takes to run it. */
+amp_result ampc_tune_round(ampc_tuning *t, const ampc_candidates &all, ampc_race *race, double *seconds) {
+    long long products = 0;
+    for (int i = 0; i < race->count; i++) products += race->products[i];
+    AMPC_TRY(ampc_launch(t->dev, "autotune", ampc_tune_spin_kernel, 1, 1, 0, t->stream, AMPC_TUNE_SPIN * products));
+    AMPC_TRY(ampc_event_record(t->dev, t->marks[0], t->stream));
+    for (int i = 0; i < race->count; i++) {
+        AMPC_TRY(ampc_tune_queue(t, all, race, i));
+        AMPC_TRY(ampc_event_record(t->dev, t->marks[i + 1], t->stream));
     }
-    *seconds = times[AMPC_TUNE_RUNS / 2];
+    AMPC_TRY(ampc_event_sync(t->dev, t->marks[race->count]));
+    for (int i = 0; i < race->count; i++) {
+        AMPC_TRY(ampc_event_elapsed(t->dev, t->marks[i], t->marks[i + 1], &seconds[i]));
+        seconds[i] /= race->products[i];
+    }
     return AMP_OK;
+}
+
+/* Times all ways, round by round, so that a change of the clock affects all alike.  The first round is a warm-up, and
+   decides how many products and rounds there are. */
+amp_result ampc_tune_time(ampc_tuning *t, const ampc_candidates &all, ampc_race *race) {
+    double seconds[AMPC_TUNE_ALGORITHMS + 1], total = 0;
+    for (int i = 0; i < t->timed; i++) AMPC_TRY(ampc_tune_inputs(t, i, AMPC_TUNE_RANDOM));
+    for (int &products : race->products) products = AMPC_TUNE_PRODUCTS;
+    AMPC_TRY(ampc_tune_round(t, all, race, seconds));
+    for (int i = 0; i < race->count; i++) {
+        if (seconds[i] * AMPC_TUNE_PRODUCTS > 1e-3) race->products[i] = 1;  /* one is long enough */
+        total += seconds[i] * race->products[i];
+    }
+    race->rounds = total * AMPC_TUNE_RUNS > AMPC_TUNE_SECONDS ? (int)(AMPC_TUNE_SECONDS / total) : AMPC_TUNE_RUNS;
+    if (race->rounds < AMPC_TUNE_FEW) race->rounds = AMPC_TUNE_FEW;
+    for (int round = 0; round < race->rounds; round++) {
+        AMPC_TRY(ampc_tune_round(t, all, race, seconds));
+        for (int i = 0; i < race->count; i++) {
+            double *times = race->times[i];
+            int at = round;
+            for (; at > 0 && times[at - 1] > seconds[i]; at--) times[at] = times[at - 1];
+            times[at] = seconds[i];
+        }
+    }
+    return AMP_OK;
+}
+
+const char *ampc_epilogue_name(int epilogue) {
+    switch (epilogue) {
+        case CUBLASLT_EPILOGUE_DEFAULT: return "DEFAULT";
+        case CUBLASLT_EPILOGUE_BIAS: return "BIAS";
+        case CUBLASLT_EPILOGUE_RELU: return "RELU";
+        case CUBLASLT_EPILOGUE_RELU_BIAS: return "RELU_BIAS";
+        case CUBLASLT_EPILOGUE_GELU: return "GELU";
+        case CUBLASLT_EPILOGUE_GELU_BIAS: return "GELU_BIAS";
+        case CUBLASLT_EPILOGUE_GELU_AUX: return "GELU_AUX";
+        case CUBLASLT_EPILOGUE_GELU_AUX_BIAS: return "GELU_AUX_BIAS";
+        case CUBLASLT_EPILOGUE_DGELU: return "DGELU";
+        case CUBLASLT_EPILOGUE_DGELU_BGRAD: return "DGELU_BGRAD";
+        case CUBLASLT_EPILOGUE_BGRADB: return "BGRADB";
+        default: return "of another kind";
+    }
 }
 
 void ampc_tune_log(const ampc_tuning *t, amp_log_level level, int id, const char *what) {
     const amp_k_gemm &g = t->g;
-    char text[256];
-    snprintf(text, sizeof text, "amp_cuda: autotune: c[%lld, %lld] of k = %lld in %s, epilogue %d: %s", (long long)g.m,
-             (long long)g.n, (long long)g.k, amp_dtype_name(g.compute), (int)t->plan->key.epilogue, what);
+    char text[512];
+    snprintf(text, sizeof text,
+             "amp_cuda: autotune: c[%lld, %lld] of k = %lld, batch %lld, %c%c of %s and %s into %s by %s, "
+             "epilogue %s: %s",
+             (long long)g.m, (long long)g.n, (long long)g.k, (long long)g.batch, g.trans_a ? 'T' : 'N',
+             g.trans_b ? 'T' : 'N', amp_dtype_name(g.a_dtype), amp_dtype_name(g.b_dtype), amp_dtype_name(g.c_dtype),
+             amp_dtype_name(g.compute), ampc_epilogue_name(t->plan->key.epilogue), what);
     t->dev->host.log(t->dev->host.user, level, id, text);
 }
 
-/* An algorithm must take less than this share of the first one's time to replace it. */
+/* Writes the attributes of an algorithm that cuBLASLt tells.  The tile, the stages and the cluster are numbers of
+   cublasLt.h's enumerations. */
+void ampc_tune_describe(const cublasLtMatmulAlgo_t &algo, char *text, size_t size) {
+    const struct { const char *name; cublasLtMatmulAlgoConfigAttributes_t of; size_t bytes; } all[] = {
+        {"id", CUBLASLT_ALGO_CONFIG_ID, 4},           {"tile", CUBLASLT_ALGO_CONFIG_TILE_ID, 4},
+        {"stages", CUBLASLT_ALGO_CONFIG_STAGES_ID, 4}, {"split", CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 4},
+        {"reduction", CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 4},
+        {"swizzle", CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING, 4}, {"option", CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, 4},
+        {"cluster", CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID, 2}};
+    size_t at = 0, written;
+    for (const auto &one : all) {
+        uint32_t value = 0;                         /* attributes of 16 bits fill its lower half */
+        if (cublasLtMatmulAlgoConfigGetAttribute(&algo, one.of, &value, one.bytes, &written) != CUBLAS_STATUS_SUCCESS)
+            continue;
+        at += (size_t)snprintf(text + at, at < size ? size - at : 0, "%s %u, ", one.name, value);
+        if (at > size) at = size;
+    }
+}
+
+/* A way must take less than this share of the time of the one that it replaces, if that is the heuristic's first
+   algorithm or an epilogue of cuBLASLt. */
 #define AMPC_TUNE_GAIN 0.98
 
-/* Times the correct algorithms.  *best is set to the fastest one, to 0 if the fastest gains little over the first, or
-   to -1 if none is correct. */
-amp_result ampc_tune_algorithms(ampc_tuning *t, const ampc_candidates &all, int *best, double *least) {
+/* Logs the choice: race.ways[best], and whether its epilogue is done in parts. */
+void ampc_tune_say(const ampc_tuning *t, const ampc_candidates &all, const ampc_race &race, int best) {
+    const int middle = race.rounds / 2, way = race.ways[best];
+    const bool sums = ampc_epilogue_sum(t->g) != NULL;
+    char config[160] = "", first[64] = "", parts[96] = "", what[400];
+    ampc_tune_describe(all.found[way].algo, config, sizeof config);
+    if (best > 0) snprintf(first, sizeof first, ", the first %.2f us", 1e6 * race.times[0][middle]);
+    if (race.ways[race.count - 1] == AMPC_TUNE_ALGORITHMS)
+        snprintf(parts, sizeof parts, "; %s %s %.2f us", sums ? "bias gradient" : "epilogue",
+                 t->plan->apart ? "apart:" : "fused, apart:", 1e6 * race.times[race.count - 1][middle]);
+    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us (%s%d rounds)%s%s", way, all.count,
+             1e6 * race.times[best][middle], config, race.rounds, first, parts);
+    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
+}
+
+/* Times the correct algorithms, and the parts if the product has an epilogue.  Takes the fastest algorithm, or the
+   first if the fastest gains little over it.  The plan is refused if none is correct. */
+amp_result ampc_tune_choose(ampc_tuning *t, const ampc_candidates &all) {
+    ampc_plan *plan = t->plan;
+    ampc_race race = {};
     char what[96];
-    *best = -1;
+    int best = 0;
     for (int i = 0; i < all.count; i++) {
-        double seconds = 0;
-        if (!all.right[i]) {
-            snprintf(what, sizeof what, "algorithm %d of cuBLASLt gives wrong results and is not used", i);
-            ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
-            continue;
-        }
-        ampc_tune_take(t->plan, all.found[i]);
-        AMPC_TRY(ampc_tune_time(t, false, &seconds));
-        if (*best >= 0 && seconds >= *least * (*best == 0 ? AMPC_TUNE_GAIN : 1)) continue;
-        *best = i;
-        *least = seconds;
+        if (all.right[i]) race.ways[race.count++] = i;
+        if (all.right[i]) continue;
+        snprintf(what, sizeof what, "algorithm %d of cuBLASLt gives wrong results and is not used", i);
+        ampc_tune_log(t, AMP_LOG_WARNING, AMPC_LOG_WRONG, what);
     }
+    const int algorithms = race.count;
+    plan->refused = algorithms == 0;
+    if (plan->refused) return AMP_OK;
+    if (plan->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT) race.ways[race.count++] = AMPC_TUNE_ALGORITHMS;
+    AMPC_TRY(ampc_tune_time(t, all, &race));
+    auto time = [&](int i) { return race.declined[i] ? 1e9 : race.times[i][race.rounds / 2]; };
+    for (int i = 1; i < algorithms; i++)
+        if (time(i) < time(best) * (best == 0 ? AMPC_TUNE_GAIN : 1)) best = i;
+    ampc_tune_take(plan, all.found[race.ways[best]]);
+    plan->refused = race.declined[best];
+    plan->apart = race.count > algorithms && time(algorithms) < time(best) * AMPC_TUNE_GAIN;
+    ampc_tune_say(t, all, race, best);
     return AMP_OK;
 }
 
-/* Leaves the best choice in the plan.  The plan is refused if no algorithm is correct. */
+/* Leaves the best choice in the plan. */
 amp_result ampc_tune_plan(ampc_tuning *t) {
     ampc_candidates all;
     ampc_plan *plan = t->plan;
     cublasLtMatmulDescOpaque_t product;
     amp_k_gemm told;
-    double least = 0, parts = 0;
-    int best = -1, steps;
-    char what[96];
     AMPC_TRY(ampc_tune_open(t));
     plan->apart = 0;
-    steps = ampc_way_steps(t->g, AMPC_FUSED, &told);
+    const int steps = ampc_way_steps(t->g, AMPC_FUSED, &told);
     told = ampc_way_told(t->g, steps);
     AMPC_TRY(ampc_blas_check(t->dev, ampc_describe_product(&product, *plan, told), "describing a product to cublasLt",
                              &t->g));
     AMPC_TRY(ampc_blas_check(t->dev, ampc_plan_ask(t->dev, plan, &product, AMPC_TUNE_ALGORITHMS, all.found, &all.count),
                              "cublasLtMatmulAlgoGetHeuristic", &t->g));
     AMPC_TRY(ampc_tune_check(t, &all));
-    AMPC_TRY(ampc_tune_algorithms(t, all, &best, &least));
-    plan->refused = best < 0;
-    if (best < 0) return AMP_OK;
-    ampc_tune_take(plan, all.found[best]);
-    if (plan->key.epilogue != CUBLASLT_EPILOGUE_DEFAULT) {
-        AMPC_TRY(ampc_tune_time(t, true, &parts));
-        plan->apart = parts < least * AMPC_TUNE_GAIN;
-    }
-    snprintf(what, sizeof what, "algorithm %d of %d, %.2f us%s", best, all.count, 1e6 * least,
-             plan->apart ? "; in parts faster" : "");
-    ampc_tune_log(t, AMP_LOG_INFO, AMPC_LOG_TUNED, what);
-    return AMP_OK;
+    return ampc_tune_choose(t, all);
 }
 
 /* Measures a plan.  Without enough memory the plan stays as it was.  The memory goes back to CUDA afterwards, because
@@ -6290,11 +6549,11 @@ amp_result ampc_tune(ampc_device *dev, const amp_k_gemm &g, ampc_plan *plan, voi
 
 /* ---- Plans in a file, for one device and one library, in the format that they have in memory */
 
-enum { AMPC_PLANS_FORMAT = 3 };
+enum { AMPC_PLANS_FORMAT = 4 };
 
 struct ampc_plans_head {
     char device[128];
-    uint64_t format, cublas, entry, multiprocessors, count;
+    uint64_t format, cublas, entry, capability, multiprocessors, count;
 };
 struct ampc_plans_entry {
     ampc_product_key key;
@@ -6310,6 +6569,7 @@ ampc_plans_head ampc_plans_head_of(const ampc_device *dev) {
     head.format = AMPC_PLANS_FORMAT;
     head.cublas = cublasLtGetVersion();
     head.entry = sizeof(ampc_plans_entry);
+    head.capability = (uint64_t)dev->has.cc;
     head.multiprocessors = (uint64_t)dev->has.multiprocessors;
     return head;
 }
@@ -6341,27 +6601,36 @@ size_t ampc_plans_save(void *device, void *buffer, size_t size) {
     return bytes;
 }
 
-/* Returns NULL, or why these bytes cannot be used. */
-const char *ampc_plans_foreign(const ampc_device *dev, const ampc_plans_head &head, size_t size) {
-    ampc_plans_head own = ampc_plans_head_of(dev);
-    if (head.format != own.format || head.entry != own.entry) return "their format is of another version";
-    if (head.cublas != own.cublas) return "they are of another version of cuBLASLt";
-    if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.multiprocessors != own.multiprocessors)
-        return "they are of another kind of GPU";
-    return head.count != (size - sizeof head) / sizeof(ampc_plans_entry) ? "their number does not fit the file" : NULL;
+/* Returns whether a file of this size, which begins with `head`, is for this GPU and library.  If not, `why` says for
+   what it is. */
+bool ampc_plans_fit(const ampc_device *dev, ampc_plans_head head, size_t size, char *why, size_t room) {
+    const ampc_plans_head own = ampc_plans_head_of(dev);
+    head.device[sizeof head.device - 1] = 0;
+    if (head.format != own.format || head.entry != own.entry)
+        snprintf(why, room, "their format is of another version");
+    else if (memcmp(head.device, own.device, sizeof own.device) != 0 || head.capability != own.capability ||
+             head.multiprocessors != own.multiprocessors)
+        snprintf(why, room,
+                 "they are of another kind of GPU, %s of compute capability %d.%d with %d multiprocessors, and this is "
+                 "%s of %d.%d with %d",
+                 head.device, (int)head.capability / 10, (int)head.capability % 10, (int)head.multiprocessors,
+                 own.device, dev->has.cc / 10, dev->has.cc % 10, dev->has.multiprocessors);
+    else if (head.cublas != own.cublas)
+        snprintf(why, room, "they are of another version of cuBLASLt, %llu, and this is %llu",
+                 (unsigned long long)head.cublas, (unsigned long long)own.cublas);
+    else if (head.count != (size - sizeof head) / sizeof(ampc_plans_entry))
+        snprintf(why, room, "their number does not fit the file");
+    else return true;
+    return false;
 }
 
 amp_result ampc_plans_load(void *device, const void *buffer, size_t size) {
     ampc_device *dev = (ampc_device *)device;
     ampc_plans_head head;
-    const char *why = "the file ends early";
-    char text[160];
+    char why[480] = "the file ends early", text[560];
     memset(&head, 0, sizeof head);
-    if (size >= sizeof head) {
-        memcpy(&head, buffer, sizeof head);
-        why = ampc_plans_foreign(dev, head, size);
-    }
-    if (why != NULL) {
+    memcpy(&head, buffer, size < sizeof head ? size : sizeof head);
+    if (size < sizeof head || !ampc_plans_fit(dev, head, size, why, sizeof why)) {
         snprintf(text, sizeof text, "amp_cuda: tuned plans ignored: %s", why);
         dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_PLANS, text);
         return AMP_OK;

@@ -225,7 +225,7 @@ def changed_since(results, *names):
     return f"{' and '.join(changed)} {'has' if len(changed) == 1 else 'have'} changed since"
 
 
-TESTS = {"rules": "cuBLASLt's rules", "attention": "attention", "fp8": "fp8", "tests": "all others",
+TESTS = {"rules": "cuBLASLt's rules", "hopper": "attention for Hopper", "attention": "attention", "fp8": "fp8", "tests": "all others",
          "sanitizers": "compute-sanitizer"}
 
 
@@ -235,8 +235,8 @@ def gpu_tests(results):
     if rows["sanitizers"]:
         rows["sanitizers"] = {count: sum(row[count] for row in rows["sanitizers"].values()) for count in ("passed", "failed", "skipped")}
     found = {count: sum((row or {}).get(count, 0) for row in rows.values()) for count in ("passed", "failed", "skipped")}
-    # compute-sanitizer's rows were among "all others" before they had their own
-    found["not run"] = [TESTS[part] for part, row in rows.items() if not row and part != "sanitizers"]
+    # compute-sanitizer's rows were among "all others" before they had their own; older records have no part for Hopper
+    found["not run"] = [TESTS[part] for part, row in rows.items() if part in results and not row and part != "sanitizers"]
     return found
 
 

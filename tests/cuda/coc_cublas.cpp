@@ -89,9 +89,11 @@ struct blas_state {
     std::map<void *, void (*)(void *)> objects; /* made by Create -> how to release them */
     std::string fail_function;
     int fail_in = 0, fail_status = 0;
-    double time[COC_BLAS_ALGORITHMS], epilogue_time = 0;
+    double time[COC_BLAS_ALGORITHMS], epilogue_time = 0, drift = 0, power[COC_BLAS_ALGORITHMS] = {};
+    int warm = 0;                               /* products since the drift was set */
     int wrong = COC_BLAS_ALGORITHMS, least = 1;
     int cuts_tf32 = 0, lacks = -1;
+    uint32_t asked_schemes = 0;
     size_t version = 130100;
     blas_state() { std::copy(times, times + COC_BLAS_ALGORITHMS, time); }
 };
@@ -798,13 +800,26 @@ bool outputs_are_apart(const execution &e) {
     return true;
 }
 
+/* Whether A has many values, as the numbers of a training have. */
+bool draws_power(const execution &e) {
+    std::set<float> values;
+    for (int64_t i = 0; i < std::min<int64_t>(e.p.of[A].cols, 64); i++) values.insert(load(e.a, e.p.of[A].type, i * e.p.of[A].ld));
+    return values.size() > 5;
+}
+double seconds_of(const execution &e) {
+    blas_state &s = state();
+    double time = s.time[e.id] + (e.p.desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT ? s.epilogue_time : 0);
+    if (s.power[e.id] > 0 && draws_power(e)) time += s.power[e.id];
+    return 1e-6 * time * (1 + s.drift * s.warm++);
+}
+
 cudaError_t execute(execution e) {
     coc_expose(e.device);
     if (!memory_is_usable(e, "when it runs")) return cudaErrorIllegalAddress;
     if (e.alpha_at) e.alpha = *e.alpha_at, e.beta = *e.beta_at;
     multiply(e);
     if (e.workspace) memset(e.workspace, 0xFF, workspace_of(e.p, e.id));
-    coc_pass_time((state().time[e.id] + (e.p.desc.epilogue != CUBLASLT_EPILOGUE_DEFAULT ? state().epilogue_time : 0)) * 1e-6);
+    coc_pass_time(seconds_of(e));
     return cudaSuccess;
 }
 
@@ -1003,6 +1018,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtM
     if (requested < 1 || results == nullptr || returned == nullptr || wanted == nullptr) return CUBLAS_STATUS_INVALID_VALUE;
     if (wanted->search != CUBLASLT_SEARCH_BEST_FIT) return CUBLAS_STATUS_NOT_SUPPORTED;
     if ((status = make_problem(desc, layouts, &p)) != CUBLAS_STATUS_SUCCESS) return status;
+    state().asked_schemes = wanted->schemes;
     bool served = (int)p.desc.epilogue != state().lacks && std::min({p.m, p.n, p.k}) >= state().least;
     if (!epilogue_is_aligned(p) || !served) return CUBLAS_STATUS_NOT_SUPPORTED;
     for (int id = 0; id < COC_BLAS_ALGORITHMS && *returned < requested; id++)
@@ -1094,11 +1110,14 @@ void coc_fail_blas(const char *function, int n, int status) {
 int coc_fail_blas_pending() { return state().fail_in > 0; }
 void coc_set_blas_time(coc_blas_algorithm algorithm, double microseconds) { state().time[algorithm] = microseconds; }
 void coc_set_blas_epilogue_time(double microseconds) { state().epilogue_time = microseconds; }
+void coc_set_blas_power(coc_blas_algorithm algorithm, double microseconds) { state().power[algorithm] = microseconds; }
+void coc_set_blas_drift(double share) { state().drift = share, state().warm = 0; }
 void coc_set_blas_wrong(coc_blas_algorithm algorithm) { state().wrong = algorithm; }
 void coc_set_blas_lacks(int epilogue) { state().lacks = epilogue; }
 void coc_set_blas_cuts_tf32(int cuts) { state().cuts_tf32 = cuts; }
 void coc_set_blas_least(int side) { state().least = side; }
 void coc_set_blas_version(size_t version) { state().version = version; }
+unsigned coc_blas_schemes() { return state().asked_schemes; }
 
 long coc_blas_living() { return (long)(state().handles.size() + state().objects.size()); }
 

@@ -27,6 +27,14 @@ train O2 --device cuda --precision bf16 --level O2 --steps 4
 train O2_graph --device cuda --precision bf16 --level O2 --steps 4 --graph
 same "level O2 with a graph" O2 O2_graph
 
+# The file of tuned products is made by one run; the next reads it, finds nothing new, and computes the same.
+train tuning --device cuda --precision bf16 --steps 2 --autotune="$work/plans"
+cp "$work/plans" "$work/plans.before" 2>/dev/null
+train tuned --device cuda --precision bf16 --steps 2 --autotune="$work/plans"
+if [ -s "$work/plans" ] && cmp -s "$work/plans" "$work/plans.before" && ! grep -q 'warning' "$work/tuned.log"; then pass
+else fail "the file of tuned products" "$(tail -n 2 "$work/tuning.log" "$work/tuned.log")"; fi
+same "a run that tunes, and one that reads its file" tuning tuned
+
 # One run in three parts on two devices is nearer to the CPU's run than that one is to itself in bf16.
 train cpu --device cpu --precision fp32 --steps 6
 train bf16 --device cpu --precision bf16 --steps 6

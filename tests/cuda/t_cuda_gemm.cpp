@@ -332,6 +332,147 @@ CUDA_TEST(epilogues_of_our_own) {
     }
 }
 
+/* What a product of the backward passes takes, alone: launches of kernels and calls of cuBLASLt. */
+struct taken { long launches, matmuls; };
+static taken take(void *dev, const gemm_case &x, std::string *out) {
+    cuda_side memory(amp_cuda());
+    gemm_arguments args(memory, x);
+    memory.sync();
+    coc_reset_counts();
+    CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
+    taken t = {coc_count().launches, coc_count().blas_matmuls};
+    CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
+    if (out) args.get(memory, out);
+    return t;
+}
+
+/* Where act's input is kept in fp32, the product and its bias go there at once, and a map reads that and writes c: 12 bytes
+   an element in place of 16, because the map wrote both before.  The bits are those of the plain product with a map, which
+   is what remains where cuBLASLt lacks the epilogue. */
+CUDA_TEST(products_into_the_kept_input) {
+    const amp_dtype f = AMP_F32, t = AMP_TF32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
+    static const gemm_case cases[] = {
+        {"fp32", 17, 24, 32, 1, 0, 1, f, f, f, f, 1, 0, f, AMP_ACT_GELU, f},
+        {"tf32", 16, 24, 32, 1, 0, 1, f, f, f, t, 1, 0, f, AMP_ACT_GELU, f},
+        {"tf32, alpha and beta", 16, 24, 32, 1, 0, 1, f, f, f, t, 2, 0.5f, f, AMP_ACT_GELU_ERF, f},
+        {"tf32 without a bias", 16, 24, 32, 1, 0, 1, f, f, f, t, 1, 0, no, AMP_ACT_SILU, f},
+        {"bf16 with its input in fp32", 16, 24, 32, 1, 0, 1, h, h, h, h, 1, 0, f, AMP_ACT_GELU, f},
+    };
+    for (const gemm_case &x : cases) {
+        std::string out[2];
+        for (int lacks = 0; lacks < 2; lacks++) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            if (lacks && !x.bias) continue;
+            coc_set_blas_lacks(lacks ? CUBLASLT_EPILOGUE_BIAS : -1);
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            taken once = take(dev, x, &out[lacks]);
+            CHECK_MSG(once.launches == 1 && once.matmuls == 1, "%s: %ld launches, %ld products", x.name, once.launches, once.matmuls);
+            CHECK_MSG(coc_kernel_launches("ampc_finish<1>") == !lacks && coc_kernel_launches("ampc_finish<2>") == lacks,
+                      "%s: the map writes %d arrays", x.name, coc_kernel_launches("ampc_finish<2>") ? 2 : 1);
+            amp_cuda()->close(dev);
+        }
+        coc_set_blas_lacks(-1);
+        if (x.bias) CHECK_MSG(out[0] == out[1], "%s: other bits than in two steps", x.name);
+    }
+    for (gemm_case x : cases) x.matmuls = x.launches = 1, check_case(x);
+}
+
+/* ---- Transposed copies */
+
+/* A product by a device of this capability and a copy of at most `limit` bytes; its results, and what it took. */
+struct turned_run {
+    std::string out, log;
+    long turns = 0, matmuls = 0;
+    size_t limit;
+    static void *alloc(void *user, size_t bytes, int32_t, void *) {
+        void *p = NULL;
+        return bytes <= ((turned_run *)user)->limit && cudaMalloc(&p, bytes) == cudaSuccess ? p : NULL;
+    }
+    static void free(void *, void *p, size_t, int32_t, void *) { (void)cudaFree(p); }
+    static turned_run *running;
+    static void write(void *, amp_log_level, int id, const char *text) { running->log += std::to_string(id) + " " + text + "\n"; }
+
+    turned_run(const gemm_case &x, int capability, size_t most = SIZE_MAX, bool captured = false) : limit(most) {
+        const amp_backend *b = amp_cuda();
+        amp_backend_desc d = {};
+        amp_host host = *cuda_host();
+        void *dev = NULL, *graph = NULL;
+        coc_reset();
+        coc_set_devices(1, (size_t)1 << 30, 4, capability);
+        running = this;
+        host.log = write;
+        if (limit != SIZE_MAX) d.memory.alloc = alloc, d.memory.free = free, d.memory.user = this;
+        CHECK_EQ(b->open(&dev, &host, &d), AMP_OK);
+        {
+            cuda_side memory(b);
+            gemm_arguments args(memory, x);
+            memory.sync();
+            coc_reset_counts();
+            if (captured) CHECK_EQ(b->graph_begin(dev, NULL), AMP_OK);
+            CHECK_EQ(b->gemm(dev, &args.g, NULL), AMP_OK);
+            if (captured) {
+                CHECK_EQ(b->graph_end(dev, NULL, &graph), AMP_OK);
+                CHECK(b->graph_launch(dev, graph, NULL) == AMP_OK);
+            }
+            CHECK_EQ(b->stream_sync(dev, NULL), AMP_OK);
+            turns = coc_kernel_launches("ampc_turn_kernel"), matmuls = coc_count().blas_matmuls;
+            if (limit != SIZE_MAX) CHECK(b->gemm(dev, &args.g, NULL) == AMP_OK && b->stream_sync(dev, NULL) == AMP_OK);
+            args.get(memory, &out);
+            if (captured) b->graph_destroy(dev, graph);
+        }
+        b->close(dev);
+        CHECK_EQ(coc_faults(), 0);
+    }
+};
+turned_run *turned_run::running;
+
+/* Large products in TF32 on Hopper copy the operands that are not contiguous along k, if that saves time: the classifier's
+   and the linear layers' gradients, but no small product, none whose other sides are too short, no other dtype, and no
+   other GPU.  The model multiplies and sums in one order, so the bits are the same, those of sums over rows too. */
+CUDA_TEST(transposed_copies) {
+    const amp_dtype f = AMP_F32, t = AMP_TF32, no = AMP_DTYPE_DEFAULT;
+    const amp_activation_kind none = AMP_ACT_NONE;
+    gemm_case cases[] = {
+        {"NN", 1030, 130, 1001, 1, 0, 0, f, f, f, t},
+        {"TN with sums", 259, 257, 1023, 1, 1, 0, f, f, f, t, 1, 1, no, none, no, 0, no, f, 1},
+        {"TT", 300, 260, 500, 1, 1, 1, f, f, f, t},
+        {"NN through GELU", 1030, 130, 1000, 1, 0, 0, f, f, f, t, 1, 0, no, AMP_ACT_GELU, f, 1},
+        {"a small one", 64, 64, 64, 1, 1, 0, f, f, f, t},
+        {"few rows", 16, 600, 2000, 1, 0, 0, f, f, f, t},
+        {"NT", 1030, 130, 1000, 1, 0, 1, f, f, f, t},
+        {"in fp32", 259, 257, 1023, 1, 1, 0, f, f, f, f},
+        {"in bf16", 259, 257, 1023, 1, 1, 0, AMP_BF16, AMP_BF16, f, AMP_BF16},
+    };
+    const long turns[] = {1, 2, 1, 1, 0, 0, 0, 0, 0};
+    cases[1].pad_a = 3, cases[1].pad_b = 4, cases[2].offset = 1;
+    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++) {
+        turned_run direct(cases[i], 80), here(cases[i], 90);
+        CHECK_MSG(direct.turns == 0, "%s", cases[i].name);
+        CHECK_MSG(here.turns == turns[i] && here.matmuls == 1, "%s: %ld copies, %ld products", cases[i].name, here.turns, here.matmuls);
+        CHECK_MSG(here.out == direct.out, "%s: other bits", cases[i].name);
+        if (turns[i] == 0) continue;
+        turned_run again(cases[i], 90), captured(cases[i], 90, SIZE_MAX, true);
+        CHECK_MSG(again.out == here.out, "%s: other bits the second time", cases[i].name);
+        CHECK_MSG(captured.turns == turns[i], "%s: %ld copies in a graph", cases[i].name, captured.turns);
+        if (!cases[i].beta) CHECK_MSG(captured.out == here.out, "%s: other bits from a graph", cases[i].name);
+    }
+    coc_reset();
+    coc_set_devices(2);
+}
+
+/* Without memory for a copy the product is computed directly, which is logged once. */
+CUDA_TEST(transposed_copies_without_memory) {
+    const gemm_case x = {"TN", 259, 257, 1023, 1, 1, 0, AMP_F32, AMP_F32, AMP_F32, AMP_TF32};
+    turned_run direct(x, 80), room(x, 90, (size_t)64 << 20), tight(x, 90, 1 << 20);
+    CHECK(room.turns == 2 && room.log.empty() && room.out == direct.out);
+    CHECK_MSG(tight.turns == 0 && tight.out == direct.out, "%ld copies", tight.turns);
+    CHECK_MSG(tight.log.find("5008 amp_cuda: no memory for 2113536 bytes") == 0 && tight.log.find('\n') == tight.log.size() - 1, "%s",
+              tight.log.c_str());
+    coc_reset();
+    coc_set_devices(2);
+}
+
 /* Sums of rows with gaps between them, longer than a lane's chain of fp32 sums; of columns likewise. */
 CUDA_TEST(sums_with_gaps) {
     const amp_dtype f = AMP_F32, h = AMP_BF16, no = AMP_DTYPE_DEFAULT;
@@ -922,6 +1063,9 @@ CUDA_TEST(failing_calls) {
 
 /* ---- Autotuning */
 
+static std::string autotune_log;
+static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
+
 struct tuning {
     std::string log, file;
     amp_context *amp = NULL;
@@ -961,19 +1105,6 @@ struct tuning {
     bool logged(const char *text) const { return log.find(text) != std::string::npos; }
 };
 
-/* What a product of the backward passes takes, alone: launches of kernels and calls of cuBLASLt. */
-struct taken { long launches, matmuls; };
-static taken take(void *dev, const gemm_case &x, std::string *out) {
-    cuda_side memory(amp_cuda());
-    gemm_arguments args(memory, x);
-    memory.sync();
-    coc_reset_counts();
-    CHECK_EQ(amp_cuda()->gemm(dev, &args.g, NULL), AMP_OK);
-    taken t = {coc_count().launches, coc_count().blas_matmuls};
-    CHECK_EQ(amp_cuda()->stream_sync(dev, NULL), AMP_OK);
-    if (out) args.get(memory, out);
-    return t;
-}
 static bool fused(const taken &t) { return t.launches == 0 && t.matmuls == 1; }
 static bool in_parts(const taken &t) { return t.launches == 1 && t.matmuls == 1; }
 
@@ -1032,6 +1163,37 @@ CUDA_TEST(epilogues_without_autotune) {
     }
 }
 
+/* Partial sums of a split k are kept in fp32.  Those in c's dtype are allowed only where that is fp32, and those that are
+   added to c itself never, because they need not repeat.  Then the fastest is taken, and has the same bits each time. */
+CUDA_TEST(split_sums_stay_in_fp32) {
+    static const gemm_case cases[] = {
+        {"fp32", 24, 40, 32},
+        {"tf32 with a bias", 24, 40, 32, 1, 0, 1, AMP_F32, AMP_F32, AMP_F32, AMP_TF32, 1, 0, AMP_F32},
+        {"bf16 into fp32", 24, 40, 32, 1, 1, 0, AMP_BF16, AMP_BF16, AMP_F32, AMP_BF16},
+        {"bf16", 24, 40, 32, 1, 0, 1, AMP_BF16, AMP_BF16, AMP_BF16, AMP_BF16},
+        {"fp16", 24, 40, 32, 1, 0, 1, AMP_F16, AMP_F16, AMP_F16, AMP_F16},
+    };
+    for (const gemm_case &x : cases)
+        for (int autotune = 0; autotune < 2; autotune++) {
+            amp_backend_desc d = {};
+            void *dev = NULL;
+            coc_reset();
+            coc_set_modelled_clock(1);
+            coc_set_blas_time(COC_BLAS_ROUNDED, 1);
+            d.autotune = autotune;
+            CHECK_EQ(amp_cuda()->open(&dev, cuda_host(), &d), AMP_OK);
+            std::string first, again;
+            (void)take(dev, x, &first);
+            CHECK_EQ(coc_blas_schemes(), x.c == AMP_F32 ? CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE
+                                                        : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
+            coc_reset_counts();
+            (void)take(dev, x, &again);
+            CHECK_MSG(first == again, "%s", x.name);
+            CHECK_MSG((coc_kernel_launches("cublasLt rounded") > 0) == (autotune && x.c == AMP_F32), "%s", x.name);
+            amp_cuda()->close(dev);
+        }
+}
+
 /* Products that take the GPU less than a launch takes the host are still told apart. */
 CUDA_TEST(autotune_measures_the_gpu) {
     for (double launch : {0.0, 6.0}) {
@@ -1043,7 +1205,7 @@ CUDA_TEST(autotune_measures_the_gpu) {
         {
             tuning t("");
             CHECK(t.product());
-            CHECK_MSG(t.logged("algorithm 2 of 4, 3.00 us"), "%s", t.log.c_str());
+            CHECK_MSG(t.logged("algorithm 3 of 5, 3.00 us"), "%s", t.log.c_str());
         }
     }
 }
@@ -1053,12 +1215,12 @@ CUDA_TEST(autotune_takes_the_fastest) {
     {
         tuning t("");
         CHECK(t.product());
-        CHECK_MSG(t.logged("algorithm 0 of 4, 10.00 us"), "%s", t.log.c_str());
+        CHECK_MSG(t.logged("algorithm 0 of 5, 10.00 us"), "%s", t.log.c_str());
     }
     coc_set_blas_time(COC_BLAS_NARROW, 5);
     tuning t("");
     CHECK(t.product());
-    CHECK_MSG(t.logged("algorithm 2 of 4, 5.00 us"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 3 of 5, 5.00 us"), "%s", t.log.c_str());
     coc_reset_counts();
     CHECK(t.product());
     CHECK(coc_count().blas_heuristics == 0 && coc_count().blas_matmuls == 1);
@@ -1066,7 +1228,76 @@ CUDA_TEST(autotune_takes_the_fastest) {
     coc_set_blas_time(COC_BLAS_NARROW, 9.9);            /* too little to leave the first */
     tuning same("");
     CHECK(same.product());
-    CHECK_MSG(same.logged("algorithm 0 of 4"), "%s", same.log.c_str());
+    CHECK_MSG(same.logged("algorithm 0 of 5"), "%s", same.log.c_str());
+}
+
+/* Algorithms take turns, so that none is timed on a colder GPU than the others: here each product takes longer than the one
+   before, by 0.1%, and the heuristic's first algorithm, which is timed first, is 5% slower than the last. */
+CUDA_TEST(autotune_takes_turns) {
+    coc_set_modelled_clock(1);
+    for (double drift : {0.0, 0.001}) {
+        coc_set_blas_time(COC_BLAS_NARROW, 9.5);
+        coc_set_blas_drift(drift);
+        tuning t("");
+        CHECK(t.product());
+        CHECK_MSG(t.logged("algorithm 3 of 5"), "drift %g: %s", drift, t.log.c_str());
+    }
+}
+
+/* Algorithms are timed on numbers that draw as much power as those of a training, and compared on whole numbers. */
+CUDA_TEST(autotune_draws_power) {
+    coc_set_modelled_clock(1);
+    coc_set_blas_time(COC_BLAS_NARROW, 5);
+    coc_set_blas_power(COC_BLAS_NARROW, 10);
+    tuning t("");
+    CHECK(t.product());
+    CHECK_MSG(t.logged("algorithm 0 of 5, 10.00 us"), "%s", t.log.c_str());
+}
+
+/* The rounds of a product take about a quarter of a second: long products have fewer of them. */
+CUDA_TEST(autotune_is_brief) {
+    const struct { double us; const char *rounds; long matmuls; } cases[] = {
+        {10, "7 rounds", 10 + 8 * 4 * 5}, {9000, "5 rounds", 10 + 4 * 5 + 5 * 5}, {300000, "3 rounds", 10 + 4 * 5 + 3 * 5}};
+    coc_set_modelled_clock(1);
+    for (const auto &x : cases) {
+        for (int i = 0; i < COC_BLAS_ALGORITHMS; i++) coc_set_blas_time((coc_blas_algorithm)i, x.us);
+        tuning t("");
+        coc_reset_counts();
+        CHECK(t.product());
+        CHECK_MSG(t.logged(x.rounds), "%g us: %s", x.us, t.log.c_str());
+        CHECK_EQ(coc_count().blas_matmuls, x.matmuls + 1);
+    }
+}
+
+/* The log says once what was chosen for a shape, with the algorithm's attributes as cuBLASLt tells them, and whether the
+   epilogue, which may be a bias gradient, is fused. */
+CUDA_TEST(autotune_logs_its_choice) {
+    const struct { const gemm_case *x; double more; const char *says; } cases[] = {
+        {&gelu_gradient, 0, "c[24, 40] of k = 32, batch 1, NN of bf16 and bf16 into bf16 by bf16, epilogue DGELU: algorithm 0 of 4, "
+                            "10.00 us (id 0, split 1, reduction 0, 7 rounds); epilogue fused, apart: 15.00 us"},
+        {&weight_gradient, 0, "c[24, 40] of k = 32, batch 1, TN of bf16 and bf16 into fp32 by bf16, epilogue BGRADB: algorithm 0 of 5, "
+                              "10.00 us (id 0, split 1, reduction 0, 7 rounds); bias gradient fused, apart: 15.00 us"},
+        {&weight_gradient, 50, "epilogue BGRADB: algorithm 0 of 5, 60.00 us (id 0, split 1, reduction 0, 7 rounds); bias gradient apart: "
+                               "15.00 us"},
+    };
+    for (const auto &c : cases) {
+        amp_backend_desc d = {};
+        amp_host host = *cuda_host();
+        void *dev = NULL;
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_blas_epilogue_time(c.more);
+        autotune_log.clear();
+        host.log = autotune_logs;
+        d.autotune = 1;
+        CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+        (void)take(dev, *c.x, NULL);
+        CHECK_MSG(autotune_log.find(c.says) != std::string::npos, "%s: %s", c.says, autotune_log.c_str());
+        autotune_log.clear();
+        (void)take(dev, *c.x, NULL);
+        CHECK_MSG(autotune_log.empty(), "%s", autotune_log.c_str());
+        amp_cuda()->close(dev);
+    }
 }
 
 /* An algorithm that loses the end of k is not used, even if the heuristic names it first. */
@@ -1079,8 +1310,9 @@ CUDA_TEST(autotune_finds_wrong_algorithms) {
     }
     tuning t("");
     CHECK(t.product());
-    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40 in fp32, epilogue 1: algorithm 0 of cuBLASLt gives wrong results"), "%s", t.log.c_str());
-    CHECK_MSG(t.logged("algorithm 1 of 4, 12.00 us"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("5002 amp_cuda: autotune: c[16, 8] of k = 40, batch 1, NN of fp32 and fp32 into fp32 by fp32, epilogue DEFAULT: "
+                       "algorithm 0 of cuBLASLt gives wrong results"), "%s", t.log.c_str());
+    CHECK_MSG(t.logged("algorithm 1 of 5, 12.00 us"), "%s", t.log.c_str());
 }
 
 /* An epilogue that takes longer than a kernel of ours is left to that. */
@@ -1136,9 +1368,6 @@ CUDA_TEST(autotune_that_fails) {
         }
 }
 
-static std::string autotune_log;
-static void autotune_logs(void *, amp_log_level, int, const char *text) { autotune_log += text; }
-
 /* Measures a product of c[16, 8], k = 40, in fp32, whose rows are far apart in a and in c, so that its buffers are large.
    Returns the bytes that this takes beyond the operands.  The log is left in autotune_log. */
 static int64_t autotune_takes(int64_t lda, int64_t ldc, bool pools) {
@@ -1185,11 +1414,11 @@ CUDA_TEST(autotune_memory) {
     for (bool pools : {true, false}) {
         int64_t inputs = autotune_takes(row, 8, pools);
         CHECK_MSG(inputs > matrix && inputs < matrix * 3 / 2, "large inputs: %lld bytes", (long long)inputs);
-        CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+        CHECK_MSG(logged("algorithm 0 of 5"), "%s", autotune_log.c_str());
     }
     int64_t outputs = autotune_takes(40, row, true);
     CHECK_MSG(outputs > 2 * matrix && outputs <= quarter + others, "large results: %lld bytes", (long long)outputs);
-    CHECK_MSG(logged("algorithm 0 of 4"), "%s", autotune_log.c_str());
+    CHECK_MSG(logged("algorithm 0 of 5"), "%s", autotune_log.c_str());
     int64_t refused = autotune_takes(40, 2 * row, true);
     CHECK_MSG(refused < matrix, "too large results: %lld bytes", (long long)refused);
     CHECK_MSG(logged("not measured, for lack of memory"), "%s", autotune_log.c_str());
@@ -1277,7 +1506,7 @@ CUDA_TEST(autotune_file) {
     coc_set_blas_version(130200);
     {
         tuning t(path, AMP_AUTOTUNE_OFF);
-        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt"), "%s", t.log.c_str());
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of another version of cuBLASLt, 130100, and this is 130200"), "%s", t.log.c_str());
         CHECK(t.product());
         CHECK(coc_count().blas_heuristics > 0);
     }
@@ -1286,6 +1515,70 @@ CUDA_TEST(autotune_file) {
     CHECK_MSG(t.log.empty(), "nothing new was found, so nothing was written: %s", t.log.c_str());
     t.close();
     remove(path.c_str());
+}
+
+/* A file is read on GPUs of the kind that it was made on: the same name, compute capability and number of multiprocessors.
+   Elsewhere a warning names both, the products are right, and without autotuning the file stays as it is. */
+CUDA_TEST(autotune_file_of_another_gpu) {
+    std::string path = plans_path(), before, after;
+    const struct { int multiprocessors, capability; const char *says; } others[] = {
+        {4, 80, "another kind of GPU, model of compute capability 9.0 with 4 multiprocessors, and this is model of 8.0 with 4"},
+        {6, 90, "another kind of GPU, model of compute capability 9.0 with 4 multiprocessors, and this is model of 9.0 with 6"}};
+    auto bytes_of = [&](std::string *out) {
+        void *data = NULL;
+        size_t bytes = 0;
+        CHECK_OK(amp_file_read_all(NULL, path.c_str(), &data, &bytes));
+        out->assign((char *)data, bytes);
+        amp_file_free(NULL, data, bytes);
+    };
+    coc_set_devices(2);
+    coc_set_modelled_clock(1);
+    { tuning t(path); CHECK(t.product()); }
+    bytes_of(&before);
+    for (const auto &other : others) {
+        coc_reset();
+        coc_set_modelled_clock(1);
+        coc_set_devices(2, (size_t)1 << 30, other.multiprocessors, other.capability);
+        tuning t(path, AMP_AUTOTUNE_OFF);
+        CHECK_MSG(t.logged("5004 amp_cuda: tuned plans ignored: they are of ") && t.logged(other.says), "%s", t.log.c_str());
+        CHECK(t.product() && coc_count().blas_heuristics > 0);
+        t.close();
+        bytes_of(&after);
+        CHECK(before == after);
+    }
+    coc_reset();
+    coc_set_devices(1);
+    coc_set_modelled_clock(1);
+    {
+        tuning t(path, AMP_AUTOTUNE_OFF);       /* another GPU of this kind */
+        CHECK_MSG(t.log.empty(), "%s", t.log.c_str());
+        coc_reset_counts();
+        CHECK(t.product() && coc_count().blas_heuristics == 0);
+    }
+    coc_reset();
+    coc_set_devices(2);
+    remove(path.c_str());
+}
+
+/* A GPU that has another name is another kind. */
+CUDA_TEST(autotune_plans_of_another_name) {
+    amp_backend_desc d = {};
+    amp_host host = *cuda_host();
+    void *dev = NULL;
+    d.autotune = 1;
+    coc_set_modelled_clock(1);
+    host.log = autotune_logs;
+    CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+    (void)take(dev, weight_gradient, NULL);
+    std::string plans(amp_cuda()->plans_save(dev, NULL, 0), 0);
+    CHECK_EQ(amp_cuda()->plans_save(dev, &plans[0], plans.size()), plans.size());
+    amp_cuda()->close(dev);
+    CHECK_EQ(amp_cuda()->open(&dev, &host, &d), AMP_OK);
+    plans[0] = 'M';
+    autotune_log.clear();
+    CHECK_EQ(amp_cuda()->plans_load(dev, plans.data(), plans.size()), AMP_OK);
+    CHECK_MSG(autotune_log.find("they are of another kind of GPU, Model of") != std::string::npos, "%s", autotune_log.c_str());
+    amp_cuda()->close(dev);
 }
 
 /* A damaged file, one that ends early, one of something else: a warning, and training goes on; saved over. */
@@ -1335,6 +1628,9 @@ int main(int argc, char **argv) {
     RUN(nothing_to_multiply);
     RUN(epilogues_of_the_library);
     RUN(epilogues_of_our_own);
+    RUN(products_into_the_kept_input);
+    RUN(transposed_copies);
+    RUN(transposed_copies_without_memory);
     RUN(sums_with_gaps);
     RUN(refused_products);
     RUN(plans_are_made_once);
@@ -1350,14 +1646,21 @@ int main(int argc, char **argv) {
     RUN(gradients_are_cast_once_captured);
     RUN(failing_calls);
     RUN(epilogues_without_autotune);
+    RUN(split_sums_stay_in_fp32);
     RUN(autotune_measures_the_gpu);
     RUN(autotune_takes_the_fastest);
+    RUN(autotune_takes_turns);
+    RUN(autotune_draws_power);
+    RUN(autotune_is_brief);
+    RUN(autotune_logs_its_choice);
     RUN(autotune_finds_wrong_algorithms);
     RUN(autotune_times_epilogues);
     RUN(autotune_that_fails);
     RUN(autotune_memory);
     RUN(autotune_is_right);
     RUN(autotune_file);
+    RUN(autotune_file_of_another_gpu);
+    RUN(autotune_plans_of_another_name);
     RUN(autotune_file_damaged);
     return TEST_END();
 }

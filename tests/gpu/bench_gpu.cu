@@ -564,11 +564,19 @@ void norms_of(int64_t rows, int64_t cols, amp_dtype dtype, const std::string &su
     }
 }
 
+/* Rows of the width that deep models have. */
+void wide_stream_norms(int64_t rows, int64_t cols) {
+    for (bool backward : {false, true})
+        norm_case(backward ? "residual + layernorm backward, fp32 stream, wide" : "residual + layernorm, fp32 stream, wide",
+                  {false, true, rows, cols, AMP_BF16, true}, backward);
+}
+
 void norms() {
     int64_t rows = given.s.rows, cols = given.s.channels, wide = given.small ? 256 : 4096;
     for (bool backward : {false, true})
         norm_case(backward ? "residual + layernorm backward, fp32 stream" : "residual + layernorm, fp32 stream",
                   {false, true, rows, cols, AMP_BF16, true}, backward);
+    wide_stream_norms(rows * cols / wide, wide);
     norms_of(rows, cols, AMP_BF16, "");
     norms_of(rows * cols / wide, wide, AMP_BF16, ", wide");
     for (bool backward : {false, true})
@@ -725,9 +733,10 @@ void embeddings() {
 
 /* ---- Matrix products: those of GPT-2's blocks and classifier, and some others.  2 m n k operations each. */
 
-enum product_kind { PLAIN, BIAS, BIAS_GELU, GELU_BACKWARD, WEIGHT_GRADIENT, WEIGHT_GRADIENT_ALONE };
+enum product_kind { PLAIN, BIAS, BIAS_GELU, GELU_BACKWARD, GELU_BACKWARD_SUMS, WEIGHT_GRADIENT, WEIGHT_GRADIENT_ALONE };
 
-/* c[m, n] of op(a) op(b); WEIGHT_GRADIENT adds to fp32, with the bias's gradient beside it (ALONE: without). */
+/* c[m, n] of op(a) op(b); WEIGHT_GRADIENT adds to fp32, with the bias's gradient beside it (ALONE: without), and
+   GELU_BACKWARD_SUMS has that of the layer before. */
 void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64_t k, const char *layout, product_kind kind = PLAIN) {
     amp_dtype compute = dtype, c_dtype = kind >= WEIGHT_GRADIENT || dtype == AMP_TF32 ? AMP_F32 : dtype;
     if (dtype == AMP_TF32) dtype = AMP_F32;
@@ -741,9 +750,10 @@ void product_case(const char *name, amp_dtype dtype, int64_t m, int64_t n, int64
         a.a = g.random(dtype, m * k), a.b = g.random(dtype, k * n), a.c = g.random(c_dtype, m * n);
         a.a_dtype = a.b_dtype = dtype, a.c_dtype = c_dtype;
         if (kind == BIAS || kind == BIAS_GELU) a.bias = g.random(c_dtype, n), a.bias_dtype = c_dtype;
-        if (kind == BIAS_GELU || kind == GELU_BACKWARD)
+        if (kind == BIAS_GELU || kind == GELU_BACKWARD || kind == GELU_BACKWARD_SUMS)
             a.act = AMP_ACT_GELU, a.pre = g.random(c_dtype, m * n), a.pre_dtype = c_dtype, a.ld_pre = n;
-        a.backward = kind == GELU_BACKWARD;
+        a.backward = kind == GELU_BACKWARD || kind == GELU_BACKWARD_SUMS;
+        if (kind == GELU_BACKWARD_SUMS) a.column_sum = amp_k_gradient{g.random(c_dtype, n), c_dtype, 0};
         if (kind >= WEIGHT_GRADIENT) a.beta = 1;
         if (kind == WEIGHT_GRADIENT) a.row_sum = amp_k_gradient{g.random(AMP_F32, m), AMP_F32, 1};
         return a;
@@ -756,6 +766,28 @@ void products_in(const std::string &p, amp_dtype dtype) {
     product_case((p + ", NN").c_str(), dtype, few, c, h, "NN");
     product_case((p + ", TN").c_str(), dtype, h, c, few, "TN");
     product_case((p + ", linear GELU").c_str(), dtype, few, h, c, "NT", BIAS_GELU);
+}
+
+/* A product in fp8 by scales of tensors, with the rounding of both operands.  a has E4M3, or E5M2 as a gradient has. */
+void fp8_product_case(const char *name, int64_t m, int64_t n, int64_t k, const char *layout, bool gradient) {
+    static amp_k_fp8 how[2][2];
+    amp_k_fp8 *mine = how[gradient];
+    for (int i = 0; i < 2; i++) mine[i].dtype = gradient && i == 0 ? AMP_E5M2 : AMP_E4M3, mine[i].scaling = AMP_FP8_CURRENT;
+    kernel_case<amp_k_gemm>(name, 2.0 * (double)((m + n) * k + m * n), g.b->gemm, [=] {
+        amp_k_gemm a = {};
+        a.m = m, a.n = n, a.k = k, a.batch = 1, a.alpha = 1, a.compute = AMP_FP8;
+        a.trans_a = layout[0] == 'T', a.trans_b = layout[1] == 'T';
+        a.lda = a.trans_a ? m : k, a.ldb = a.trans_b ? k : n, a.ldc = n;
+        a.a = g.random(AMP_BF16, m * k), a.b = g.random(AMP_BF16, k * n), a.c = g.random(AMP_BF16, m * n);
+        a.a_dtype = a.b_dtype = a.c_dtype = AMP_BF16, a.fp8[0] = &mine[0], a.fp8[1] = &mine[1];
+        return a;
+    }, 2.0 * (double)m * (double)n * (double)k);
+}
+void fp8_products() {
+    int64_t rows = given.s.rows, c = given.s.channels, h = given.s.hidden;
+    fp8_product_case("product fp8, linear", rows, h, c, "NT", false);
+    fp8_product_case("product fp8, NN", rows, c, h, "NN", true);
+    fp8_product_case("product fp8, TN", h, c, rows, "TN", true);
 }
 
 /* The step's own first: the time may not be enough for all. */
@@ -774,9 +806,11 @@ void products() {
     product_case("product bf16, projection dW", AMP_BF16, c, c, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, MLP projection dW", AMP_BF16, c, h, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, GELU backward", AMP_BF16, rows, h, c, "NN", GELU_BACKWARD);
+    product_case("product bf16, GELU backward, sums", AMP_BF16, rows, h, c, "NN", GELU_BACKWARD_SUMS);
     product_case("product bf16, weight gradient", AMP_BF16, h, c, rows, "TN", WEIGHT_GRADIENT);
     product_case("product bf16, square", AMP_BF16, square, square, square, "NN");
     product_case("product bf16, few rows", AMP_BF16, given.s.tokens, h, c, "NT", BIAS);
+    fp8_products();
     products_in("product fp16", AMP_F16);
     products_in("product tf32", AMP_TF32);
     products_in("product fp32", AMP_F32);

@@ -150,6 +150,7 @@ def measure(runner, whole, group, compiled, save):
         found = timer.case(name, compiled)
         if found:
             put_case(whole["cases"], name, found)
+            whole["cases"][name]["cublas"] = whole["device"].get("cublas")
             whole["copy_gb_per_s"] = copy_rate(whole["cases"])
             save()
     for row in whole["cases"].values():

@@ -3,11 +3,14 @@
  *     probe_gemm [--tiny]
  *
  * The heuristic is asked for algorithms whose partial sums are fp32 ("fp32 sums", as amp_cuda.cu asks) and of any kind
- * ("any sums"), with 32 MiB and with 1 MiB of workspace, and for further candidates of the first kind.  All ways of a
- * product are timed in turn, round by round, on random numbers, so that a change of the clock affects all alike.  Prints
- * JSON lines: first the device, then for each product each way that the heuristic names first, and the fastest of all, with
- * the algorithm's configuration, the median time and the clock after the last round.  --tiny selects the smallest sizes,
- * for the model GPU. */
+ * ("any sums"), with 32 MiB and with 1 MiB of workspace, and for further candidates of the first kind.  Products without
+ * an epilogue are also computed by cublasGemmEx, which PyTorch calls for them ("GemmEx").  All ways of a product are timed
+ * in turn, round by round, on random numbers, so that a change of the clock affects all alike.  The first way is timed on
+ * constant numbers too, which draw less power.  Prints JSON lines: first the device, then for each product each way that
+ * the heuristic names first, and the fastest of all, with the version of cuBLASLt, the algorithm's configuration, the median
+ * time and the clock after the last round.  --tiny selects the smallest sizes, for the model GPU.
+ *
+ * This program has never run on a GPU. */
 #include <cublasLt.h>
 #include <cuda_runtime.h>
 #include <algorithm>
@@ -21,8 +24,10 @@
 void coc_set_modelled_clock(int modelled);
 enum { IS_MODEL = 1 };
 #else
+#include <cublas_v2.h>
 static void coc_set_modelled_clock(int) {}
 enum { IS_MODEL = 0 };
+cublasHandle_t gemm_ex_handle;
 #endif
 
 namespace {
@@ -39,7 +44,8 @@ unsigned long long *ticks;
 /* c[m, n] of op(a) op(b), row-major: cuBLASLt, which is column-major, gets b as its first operand. */
 struct product { const char *name; int64_t m, n, k; bool ta, tb; int epilogue; bool fp32; };
 struct operands { char *a, *b, *c, *aux; };
-struct way { std::string name; cublasLtMatmulAlgo_t algo; std::vector<double> ms; };
+/* constant: on operands of one value; gemm_ex: without an algorithm */
+struct way { std::string name; cublasLtMatmulAlgo_t algo; std::vector<double> ms; bool constant, gemm_ex; };
 
 void need(int status, const char *what) {
     if (status == 0) return;
@@ -47,12 +53,12 @@ void need(int status, const char *what) {
     exit(1);
 }
 
-__global__ void __launch_bounds__(256) fill_kernel(uint16_t *p, int64_t n) {
+__global__ void __launch_bounds__(256) fill_kernel(uint16_t *p, int64_t n, int constant) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x) {
         uint32_t x = (uint32_t)i * 0x9e3779b9u;
         x = (x ^ x >> 15) * 0x85ebca6bu;
         x ^= x >> 13;
-        p[i] = (uint16_t)((x & 0x8000u) | 0x3e00u | (x >> 16 & 0x1ffu));       /* bf16 between 1/8 and 2, of either sign */
+        p[i] = constant ? 0x3f80u : (uint16_t)((x & 0x8000u) | 0x3e00u | (x >> 16 & 0x1ffu));  /* 1; or 1/8 to 2, of either sign */
     }
 }
 __global__ void __launch_bounds__(32) clock_kernel(unsigned long long *out) {
@@ -67,12 +73,12 @@ __global__ void __launch_bounds__(32) clock_kernel(unsigned long long *out) {
 #endif
 }
 
-char *random_numbers(int64_t bytes) {
+char *numbers(int64_t bytes, int constant) {
     void *p = NULL;
     int64_t n = bytes / 2;
-    void *args[] = {&p, &n};
+    void *args[] = {&p, &n, &constant};
     need(cudaMalloc(&p, (size_t)bytes), "memory");
-    need(cudaLaunchKernel(fill_kernel, dim3(IS_MODEL ? 1 : 1024), dim3(256), args, 0, stream), "random numbers");
+    need(cudaLaunchKernel(fill_kernel, dim3(IS_MODEL ? 1 : 1024), dim3(256), args, 0, stream), "numbers");
     return (char *)p;
 }
 
@@ -127,16 +133,18 @@ std::vector<cublasLtMatmulAlgo_t> ask(const described &d, uint32_t sums, uint64_
     return named;
 }
 
-std::vector<way> ways_of(const described &d) {
+std::vector<way> ways_of(const product &p, const described &d) {
     std::vector<way> ways;
     for (uint32_t sums : {CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, CUBLASLT_REDUCTION_SCHEME_MASK})
         for (uint64_t mebibytes : {32, 1})
             for (const auto &algo : ask(d, sums, mebibytes << 20, 1))
                 ways.push_back({std::string(sums == CUBLASLT_REDUCTION_SCHEME_MASK ? "any" : "fp32") + " sums, " +
-                                std::to_string(mebibytes) + " MiB", algo, {}});
+                                std::to_string(mebibytes) + " MiB", algo, {}, false, false});
+    if (!ways.empty()) ways.push_back({ways[0].name + ", constant numbers", ways[0].algo, {}, true, false});
+    if (!IS_MODEL && p.epilogue == CUBLASLT_EPILOGUE_DEFAULT) ways.push_back({"GemmEx", {}, {}, false, true});
     int i = 0;
     for (const auto &algo : ask(d, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE, WORKSPACE, CANDIDATES))
-        if (i++ > 0) ways.push_back({"candidate " + std::to_string(i - 1), algo, {}});
+        if (i++ > 0) ways.push_back({"candidate " + std::to_string(i - 1), algo, {}, false, false});
     return ways;
 }
 
@@ -162,13 +170,30 @@ std::string config(const cublasLtMatmulAlgo_t &algo) {
     return text;
 }
 
-double milliseconds(const described &d, const operands &o, const way &w, int runs) {
+/* The product as PyTorch asks for it where it has no epilogue. */
+int gemm_ex(const product &p, const operands &o) {
+#if !defined(COC_CUDA_RUNTIME_H)
     const float one = 1, zero = 0;
+    return (int)cublasGemmEx(gemm_ex_handle, p.tb ? CUBLAS_OP_T : CUBLAS_OP_N, p.ta ? CUBLAS_OP_T : CUBLAS_OP_N, (int)p.n, (int)p.m,
+                             (int)p.k, &one, o.b, CUDA_R_16BF, (int)(p.tb ? p.k : p.n), o.a, CUDA_R_16BF, (int)(p.ta ? p.m : p.k),
+                             &zero, o.c, p.fp32 ? CUDA_R_32F : CUDA_R_16BF, (int)p.n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT);
+#else
+    (void)p, (void)o;
+    return 1;
+#endif
+}
+int run(const product &p, const described &d, const operands &o, const way &w) {
+    const float one = 1, zero = 0;
+    if (w.gemm_ex) return gemm_ex(p, o);
+    return (int)cublasLtMatmul(handle, d.desc, &one, o.b, d.a, o.a, d.b, &zero, o.c, d.out, o.c, d.out, &w.algo, workspace, WORKSPACE,
+                               stream);
+}
+
+double milliseconds(const product &p, const described &d, const operands &o, const way &w, int runs) {
     float ms = 0;
     need(cudaEventRecord(from, stream), "an event");
     for (int i = 0; i < runs; i++)
-        if (cublasLtMatmul(handle, d.desc, &one, o.b, d.a, o.a, d.b, &zero, o.c, d.out, o.c, d.out, &w.algo, workspace, WORKSPACE,
-                           stream) != CUBLAS_STATUS_SUCCESS) return 1e9;
+        if (run(p, d, o, w) != 0) return 1e9;
     need(cudaEventRecord(to, stream), "an event");
     need(cudaEventSynchronize(to), "the products");
     need(cudaEventElapsedTime(&ms, from, to), "an event");
@@ -178,18 +203,18 @@ double milliseconds(const described &d, const operands &o, const way &w, int run
 void tell(const product &p, const way &w, bool best) {
     double ms = w.ms[w.ms.size() / 2];
     printf("{\"event\": \"product\", \"case\": \"%s\", \"way\": \"%s\", \"best\": %d, \"config\": \"%s\", \"ms\": %.4f, \"tflop_per_s\": "
-           "%.1f, \"mhz\": %.0f}\n", p.name, w.name.c_str(), best, config(w.algo).c_str(), ms,
-           2e-9 * (double)p.m * (double)p.n * (double)p.k / ms, 1e3 * (double)ticks[0] / (double)ticks[1]);
+           "%.1f, \"mhz\": %.0f, \"cublas\": \"%zu\"}\n", p.name, w.name.c_str(), best, w.gemm_ex ? "" : config(w.algo).c_str(), ms,
+           2e-9 * (double)p.m * (double)p.n * (double)p.k / ms, 1e3 * (double)ticks[0] / (double)ticks[1], cublasLtGetVersion());
 }
 
-void probe(const product &p, const operands &o) {
+void probe(const product &p, const operands &o, const operands &constant) {
     described d(p, o);
-    std::vector<way> ways = ways_of(d);
+    std::vector<way> ways = ways_of(p, d);
     if (ways.empty()) { printf("{\"event\": \"product\", \"case\": \"%s\", \"way\": \"none\"}\n", p.name); return; }
     int runs = IS_MODEL ? 1 : std::max(2, (int)(3e-3 * 6e14 / (2.0 * (double)p.m * (double)p.n * (double)p.k)));
     for (int round = -1; round < rounds; round++)           /* the first is not kept */
         for (way &w : ways) {
-            double ms = milliseconds(d, o, w, runs);
+            double ms = milliseconds(p, d, w.constant ? constant : o, w, runs);
             if (round >= 0) w.ms.push_back(ms);
         }
     void *args[] = {&ticks};
@@ -197,7 +222,7 @@ void probe(const product &p, const operands &o) {
     need(cudaStreamSynchronize(stream), "the clock");
     size_t best = 0, middle = ways[0].ms.size() / 2;
     for (way &w : ways) std::sort(w.ms.begin(), w.ms.end());
-    for (size_t i = 0; i < ways.size(); i++) if (ways[i].ms[middle] < ways[best].ms[middle]) best = i;
+    for (size_t i = 0; i < ways.size(); i++) if (!ways[i].constant && ways[i].ms[middle] < ways[best].ms[middle]) best = i;
     for (size_t i = 0; i < ways.size(); i++)
         if (i == best || ways[i].name.compare(0, 9, "candidate") != 0) tell(p, ways[i], i == best);
     fflush(stdout);
@@ -226,9 +251,10 @@ void every_product() {
         {"dW MLP projection", c, h, rows, true, false, plain, true},
         {"dW classifier", vocabulary, c, rows, true, false, plain, true}};
     int64_t logits = 2 * rows * vocabulary, hidden = 2 * rows * h;
-    operands o = {random_numbers(logits), random_numbers(hidden), random_numbers(logits), random_numbers(hidden)};
-    for (const product &p : all) probe(p, o);
-    for (char *one : {o.a, o.b, o.c, o.aux}) need(cudaFree(one), "memory");
+    operands o = {numbers(logits, 0), numbers(hidden, 0), numbers(logits, 0), numbers(hidden, 0)};
+    operands constant = {numbers(logits, 1), numbers(hidden, 1), o.c, o.aux};
+    for (const product &p : all) probe(p, o, constant);
+    for (char *one : {o.a, o.b, o.c, o.aux, constant.a, constant.b}) need(cudaFree(one), "memory");
 }
 
 } /* namespace */
@@ -242,10 +268,18 @@ int main(int argc, char **argv) {
     need(cudaEventCreateWithFlags(&to, cudaEventDefault), "an event");
     need(cudaMallocHost((void **)&ticks, 2 * sizeof *ticks), "pinned memory");
     ticks[0] = 0, ticks[1] = 1;
-    workspace = random_numbers(WORKSPACE);
-    bias = random_numbers(1 << 20);
+    workspace = numbers(WORKSPACE, 0);
+    bias = numbers(1 << 20, 0);
+#if !defined(COC_CUDA_RUNTIME_H)
+    need(cublasCreate(&gemm_ex_handle), "cuBLAS");
+    need(cublasSetStream(gemm_ex_handle, stream), "cuBLAS");
+    need(cublasSetWorkspace(gemm_ex_handle, workspace, WORKSPACE), "cuBLAS");
+#endif
     printf("{\"event\": \"device\", \"cublas\": \"%zu\"}\n", cublasLtGetVersion());
     every_product();
+#if !defined(COC_CUDA_RUNTIME_H)
+    need(cublasDestroy(gemm_ex_handle), "cuBLAS");
+#endif
     need(cudaFree(workspace), "memory");
     need(cudaFree(bias), "memory");
     need(cudaFreeHost(ticks), "pinned memory");

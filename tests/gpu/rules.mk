@@ -66,6 +66,10 @@ endif
 $(GPU_BIN):
 	mkdir -p $@
 
+ifneq ($(REHEARSE),1)
+$(GPU_BIN)/probe_gemm: GPU_LIBS += -lcublas
+endif
+
 $(BUILD)/gpu/amp_cuda.o: amp_cuda.cu amp.h | $(GPU_BIN)
 	$(GPU_CU) -Werror all-warnings -lineinfo -c $< -o $@
 

@@ -2,10 +2,11 @@
 
     python3 tests/gpu/run.py [--rows "attention kernels:norms step:*"] [--bin build/gpu] [--seconds 575] [--results FOLDER]
     python3 tests/gpu/run.py --bin build/rehearsal --rehearse
-    python3 tests/gpu/run.py --list
+    python3 tests/gpu/run.py --list [--rows ...]
 
 `make gpu` calls it.  It works through PLAN row by row.  The order is that in which a row helps most if the GPU is available
-only for minutes, and --list prints it.  --rows chooses some of the rows: by name, by the part before the colon, or by a
+only for minutes.  --list runs nothing, and prints when each row would begin if all took their limits, and which rows are left
+for another run.  --rows chooses some of the rows: by name, by the part before the colon, or by a
 pattern with *.  Their order does not change.
 
 Each row has its own time limit, and one deadline holds for everything, building included.  A row that has too little time
@@ -44,37 +45,52 @@ import step
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 WHOLE = 575         # seconds of everything
-AT_ONCE = max(3, (os.cpu_count() or 1) // 2)    # rows and test programs: they compute on the CPU what is right
+
+
+def at_once(cores=os.cpu_count()):
+    """How many rows of tests, and test programs, run side by side: they compute on the CPU what is right."""
+    return max(3, (cores or 1) // 2)
+
 
 # seconds: at most; needs: the programs that make must have built; beside: it may run beside others that may.
 Row = collections.namedtuple("Row", "name seconds needs beside")
-EARLY = {"attention": "t_cuda_attention", "fp8": "t_cuda_fp8", "rules": "t_models"}
+BUILDING = 110      # seconds, with the start of the machine
+# First what never ran on a GPU: the tables of fragments, the kernels for Hopper that rely on them, attention, fp8's bits.
+EARLY = {"rules": "t_models", "hopper": "t_cuda_hopper", "attention": "t_cuda_attention", "fp8": "t_cuda_fp8"}
 REST = sorted(os.path.basename(path)[:-4] for path in glob.glob(os.path.join(ROOT, "tests/cuda/t_cuda*.cpp"))
               if os.path.basename(path)[:-4] not in EARLY.values())
 # Under compute-sanitizer: the tool, a program, and the tests of it whose names hold the last word.
 SANITIZED = {"racecheck:attention": (110, "t_cuda_attention", "tensor_cores_and_head_sizes"),
              "racecheck:norms": (80, "t_cuda_operators", "norm_gradient_in_short"),
+             "memcheck:hopper": (40, "t_cuda_hopper", "heads_that_share_keys"),
+             "synccheck:hopper": (40, "t_cuda_hopper", "heads_that_share_keys"),
              "memcheck:softmax": (40, "t_cuda_operators", "softmax_backward"),
              "memcheck:losses": (40, "t_cuda_operators", "cross_entropy_long_rows"),
              "synccheck:embedding": (40, "t_cuda_operators", "embedding_backward"),
              "racecheck:gpt": (60, "t_cuda_gpt", "same_bits"),
              "racecheck:attention-tiles": (100, "t_cuda_attention", "tensor_cores_and_tiles")}
+FIRST = ("racecheck:attention", "racecheck:norms", "memcheck:hopper", "synccheck:hopper")     # the rest after the timings
 # What these parts of the file hold is a count of tests.
-TESTS = ("link", "rules", "attention", "fp8", "tests", "sanitizers")
+TESTS = ("link", "rules", "hopper", "attention", "fp8", "tests", "sanitizers")
 
 
 def timing(name, seconds, *needs):
     return Row(name, seconds, list(needs), False)
 
 
+def sanitized(names):
+    return [Row(name, SANITIZED[name][0], [SANITIZED[name][1]], True) for name in names]
+
+
 PLAN = ([timing("link", 20, "bench_gpu")] +
         [Row(name, 100, [program], True) for name, program in EARLY.items()] + [Row("tests", 120, REST, True)] +
-        [Row(name, seconds, [program], True) for name, (seconds, program, _) in SANITIZED.items()] +
+        sanitized(FIRST) +
         [Row("step:init", 60, ["train_gpt"], True)] +
-        [timing(f"step:{name}", 28, "train_gpt") for name in ("bf16", "bf16-graph")] +
+        [timing(f"step:{name}", 28, "train_gpt") for name in ("bf16", "bf16-graph", "fp8-current", "fp8-delayed")] +
         [timing("probe", 30, "probe_gemm")] +
         [timing(f"kernels:{group}", seconds, "bench_gpu") for group, seconds in
          (("products", 60), ("attention", 30), ("norms", 35))] +
+        sanitized(name for name in SANITIZED if name not in FIRST) +
         [timing(f"step:{name}", 28, "train_gpt") for name in ("profile", "tf32", "fp16", "bf16-not-tuned", "bf16-recompute",
                                                              "bf16-stream")] +
         [timing(f"data:{what}", 25, "bench_data") for what in ("loader", "masks")] +
@@ -179,6 +195,7 @@ class Session:
         self.env = dict(os.environ, GPU_BIN=args.bin, GPU_MODEL="1" if args.rehearse else "0",
                         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")     # its largest steps leave no room for gaps
         self.talks, self.lock, self.steps, self.cases = {}, threading.RLock(), None, None
+        self.watch = step.Watch()               # the clock and the power of each row
 
     def say(self, text):
         print(f"[{time.time() - self.began:5.0f} s] {text}", flush=True)
@@ -192,8 +209,7 @@ class Session:
     def close(self):
         for talk in self.talks.values():
             talk.end()
-        if self.steps:
-            self.steps.close()
+        self.watch.close()
 
 
 class Runner:
@@ -283,7 +299,7 @@ class Runner:
         """Runs several at a time: the sums of their counts, what failed or was skipped, and cuBLASLt's and the tensor cores'
         rules that were confirmed or struck."""
         self.shown(" ".join(["sh tests/run.sh"] + [os.path.basename(program) for program in programs]))
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        with concurrent.futures.ThreadPoolExecutor(at_once()) as pool:
             found = list(pool.map(lambda program: self.program(program, self.left()), programs))
         lines = [text for _, text in found for text in text]
         out = {"programs": [os.path.basename(program) for program in programs]}
@@ -368,7 +384,7 @@ def counted(found):
 def test_bar(part, found):
     failed = counted(found)["failed"] if found else None
     what = {"link": "the backend links and opens the GPU", "rules": "fragments and rules", "attention": "attention's tests",
-            "fp8": "fp8: operands' bits, and products beside the CPU's", "tests": "all other tests",
+            "hopper": "attention for Hopper, by wgmma", "fp8": "fp8: operands' bits, and products beside the CPU's", "tests": "all other tests",
             "sanitizers": "compute-sanitizer finds nothing"}
     return {"bar": what[part], "needs": "none fails", "measured": failed,
             "verdict": "not measured" if found is None else "FAIL" if failed else "PASS"}
@@ -471,7 +487,8 @@ def turn(session, file, row):
             raise
     with session.lock:
         file.whole["parts"][row.name] = {"seconds": round(time.time() - runner.began), "commands": runner.commands,
-                                         "left_out": runner.why, "versions": versions(session, file.whole)}
+                                         "left_out": runner.why, "versions": versions(session, file.whole),
+                                         "gpu": session.watch.between(runner.began, time.time())}
     file.save()
     return True
 
@@ -482,17 +499,44 @@ def do_all(session, file, rows):
     while rows:
         n = next((i for i, row in enumerate(rows) if not row.beside), len(rows)) or 1
         together, rows = rows[:n], rows[n:]
-        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+        with concurrent.futures.ThreadPoolExecutor(at_once()) as pool:
             done += [row for row, begun in zip(together, list(pool.map(lambda row: turn(session, file, row), together))) if begun]
         if not file.written:
             break
     return done
 
 
+def begins(rows, whole, beside):
+    """When each row would begin if building and all rows took their limits, and the end; None where it would not fit."""
+    found, now = {}, BUILDING
+    while rows:
+        n = next((i for i, row in enumerate(rows) if not row.beside), len(rows)) or 1
+        free = [now] * (beside if rows[0].beside else 1)
+        for row in rows[:n]:
+            worker = free.index(min(free))
+            found[row.name] = free[worker] if free[worker] + row.seconds <= whole else None
+            free[worker] += row.seconds if found[row.name] is not None else 0
+        now, rows = max(free), rows[n:]
+    return found, now
+
+
+def listed(rows, whole, cores):
+    """The dry run: the rows of one run with their times, and those that another run would do."""
+    at, end = begins(rows, whole, at_once(cores))
+    lines = [f"{'building':24s} {BUILDING:4d} s  from    0 s"]
+    lines += [f"{row.name:24s} {row.seconds:4d} s  from {at[row.name]:4d} s" for row in rows if at[row.name] is not None]
+    lines.append(f"{len(lines) - 1} rows, {end:g} s at most with building; {at_once(cores)} rows of tests side by side")
+    left = [row for row in rows if at[row.name] is None]
+    if left:
+        lines.append(f"Another run, of {sum(row.seconds for row in left)} s: make gpu ROWS=\"{' '.join(row.name for row in left)}\"")
+    return lines
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="", help="some of the plan: names, parts, patterns with *")
     parser.add_argument("--list", action="store_true", help="print the plan")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="of the machine with the GPU, for --list")
     parser.add_argument("--needs", action="store_true", help="print the programs that its rows need")
     parser.add_argument("--bin", default="build/gpu", help="folder of the programs, from the project's root")
     parser.add_argument("--results", default="", help="folder of the file; default tests/bench/results")
@@ -511,7 +555,7 @@ def main():
     args = arguments()
     rows = plan(args)
     if args.list:
-        return print("\n".join(f"{row.name:24s} {row.seconds:4d} s" for row in rows))
+        return print("\n".join(listed(rows, args.seconds or WHOLE, args.cores)))
     if args.needs:
         return print(" ".join(dict.fromkeys(["bench_gpu"] + [name for row in rows for name in row.needs])))
     session = Session(args)

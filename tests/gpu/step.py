@@ -48,6 +48,8 @@ def our_rows(model, rehearse):
             "bf16-few": row(f"bf16, B={few}", "bf16", 200, "tuned", size=few),
             "bf16-few-graph": row(f"bf16, B={few}, graph", "bf16", 200, "tuned", "--graph", size=few),
             "fp32": row("fp32", "fp32", 10, "tuned"), "fp16": row("fp16", "fp16", 30, "tuned"),
+            "fp8-current": row("fp8, current", "fp8", 30, "tuned", "--fp8-scaling", "current"),
+            "fp8-delayed": row("fp8, delayed", "fp8", 30, "tuned", "--fp8-scaling", "delayed"),
             "tf32": row("tf32", "tf32", 15, "tuned"), "profile": row("profile", "bf16", 10, "tuned", "--profile"),
             "bf16-recompute": row("bf16, recompute", "bf16", 20, "tuned", "--recompute"),
             "bf16-not-tuned": row("bf16, not tuned", "bf16", 20),
@@ -236,16 +238,13 @@ class Steps:
         self.rows = our_rows(self.model, session.args.rehearse)
         folder = os.path.join(session.bin, "step")
         os.makedirs(folder, exist_ok=True)
-        self.watch = Watch()
+        self.watch = session.watch
         self.trainer = Trainer(session, self.model, folder, self.watch)
         self.ready = False
         if not whole["step"]:
             whole["step"] = {"model": self.model, "formula": FORMULA, "rows": collections.OrderedDict(), "torch": None, "profile": {},
                              "peers": {}}
         whole["step"].setdefault("peers", {})
-
-    def close(self):
-        self.watch.close()
 
     def prepare(self):
         """What both train on, and the weights they start from."""
@@ -277,6 +276,7 @@ class Steps:
         if found is None:
             return
         operators = found.pop("operators")
+        found["cublas"] = self.whole["device"].get("cublas")
         if name == "profile":
             step["profile"]["amp.h operators"] = operators
         elif name == "curve":

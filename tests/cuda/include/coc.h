@@ -111,6 +111,11 @@ enum coc_blas_algorithm { COC_BLAS_WIDE, COC_BLAS_SPLIT, COC_BLAS_ROUNDED, COC_B
 /* The microseconds of a product by the modelled clock (default 10, 12, 13, 15, 30), and those that an epilogue adds. */
 void coc_set_blas_time(coc_blas_algorithm algorithm, double microseconds);
 void coc_set_blas_epilogue_time(double microseconds);
+/* The microseconds that an algorithm takes longer on operands of many values, which draw more power (default 0). */
+void coc_set_blas_power(coc_blas_algorithm algorithm, double microseconds);
+/* Each product from now on takes longer by this share of its time than the one before, as the clock of a GPU falls that
+   gets warm (default 0). */
+void coc_set_blas_drift(double share);
 /* This algorithm leaves out the last K mod 32 terms, as split-K of real libraries did (COC_BLAS_ALGORITHMS: none does). */
 void coc_set_blas_wrong(coc_blas_algorithm algorithm);
 /* No algorithm has this epilogue (-1, the default: every epilogue has some). */
@@ -121,6 +126,8 @@ void coc_set_blas_cuts_tf32(int cuts);
 void coc_set_blas_least(int side);
 /* cublasLtGetVersion (default 130100): algorithms of another version return an error. */
 void coc_set_blas_version(size_t version);
+/* The mask of reduction schemes that the heuristic was last asked with. */
+unsigned coc_blas_schemes();
 
 /* ---- NVTX: the ranges since coc_reset, "step{forward{}}". */
 std::string coc_ranges();

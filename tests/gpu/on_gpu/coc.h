@@ -99,11 +99,14 @@ static inline int coc_fail_blas_pending() { coc_needs_model("calls that fail"); 
 enum coc_blas_algorithm { COC_BLAS_WIDE, COC_BLAS_SPLIT, COC_BLAS_ROUNDED, COC_BLAS_NARROW, COC_BLAS_SCALAR, COC_BLAS_ALGORITHMS };
 static inline void coc_set_blas_time(coc_blas_algorithm, double) { coc_needs_model("times of algorithms"); }
 static inline void coc_set_blas_epilogue_time(double) { coc_needs_model("times of algorithms"); }
+static inline void coc_set_blas_power(coc_blas_algorithm, double) { coc_needs_model("times of algorithms"); }
+static inline void coc_set_blas_drift(double) { coc_needs_model("times of algorithms"); }
 static inline void coc_set_blas_wrong(coc_blas_algorithm) { coc_needs_model("a wrong algorithm"); }
 static inline void coc_set_blas_lacks(int) { coc_needs_model("a refused epilogue"); }
 static inline void coc_set_blas_cuts_tf32(int) {}       /* a GPU does what it does */
 static inline void coc_set_launch_time(double) { coc_needs_model("a modelled clock"); }
 static inline void coc_set_blas_least(int) { coc_needs_model("another heuristic"); }
 static inline void coc_set_blas_version(size_t) { coc_needs_model("another version of cuBLASLt"); }
+static inline unsigned coc_blas_schemes() { coc_needs_model("what the heuristic is asked"); }
 
 #endif
