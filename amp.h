@@ -5150,6 +5150,19 @@ enum { AMPI_HAS_FP8 = 1 };
 #  define AMPI_GEMM_AMX 0
 #endif
 
+/* The stack of 64-bit Windows is aligned to 16 bytes, and gcc does not align it further for vectors of 32 or 64
+   bytes that it keeps there.  With these macros of its assembler all moves of vectors do without alignment, which costs
+   nothing where they are aligned. */
+#if AMPI_X86 && defined(_WIN64) && !defined(__clang__)
+#  define AMPI_UNALIGNED(aligned, other) \
+    __extension__ __asm__(".macro " aligned " moves:vararg\n" other " \\moves\n.endm");
+AMPI_UNALIGNED("vmovaps", "vmovups")
+AMPI_UNALIGNED("vmovapd", "vmovupd")
+AMPI_UNALIGNED("vmovdqa", "vmovdqu")
+AMPI_UNALIGNED("vmovdqa32", "vmovdqu32")
+AMPI_UNALIGNED("vmovdqa64", "vmovdqu64")
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -39853,8 +39866,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        within your captured graph have their own scratch memory.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
-       amp.h compiles and links for macOS, on x86-64 and arm64; it has not run there.  Patterns of a loader's files are
-       matched by amp.h itself, with fnmatch's answers in the C locale.
+       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads; paths
+       are UTF-8.  It compiles and links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's
+       files are matched by amp.h itself, with fnmatch's answers in the C locale.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.

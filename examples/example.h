@@ -18,6 +18,14 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(_WIN32)
+#  define WIN32_LEAN_AND_MEAN
+#  define NOMINMAX
+#  include <direct.h>
+#  include <windows.h>
+#  undef near
+#  undef far
+#endif
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define EX_TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -25,7 +33,12 @@
 static char ex_text[512];
 
 /* Sets what ex_error returns, for failures that are not amp.h's. */
-static inline amp_result ex_fail(amp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
+#if defined(__MINGW_PRINTF_FORMAT)
+#  define EX_PRINTF __attribute__((format(__MINGW_PRINTF_FORMAT, 2, 3)))
+#else
+#  define EX_PRINTF __attribute__((format(printf, 2, 3)))
+#endif
+static inline amp_result ex_fail(amp_result result, const char *format, ...) EX_PRINTF;
 static inline amp_result ex_fail(amp_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -59,9 +72,9 @@ static inline int ex_word_place(const char *words, const char *text) {
 /* ---- Output, signals, folders */
 
 static inline double ex_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    amp_system s;
+    amp_system_default(&s);
+    return 1e-9 * (double)s.clock_ns(s.user);
 }
 
 /* Fails the program if its output was not written, as on a full disk. */
@@ -71,6 +84,42 @@ static inline void ex_check_output(void) {
     _exit(1);
 }
 
+#if defined(_WIN32)
+/* Called first in main.  Files and output have the same bytes as on other systems, and a console shows UTF-8. */
+static inline void ex_begin(void) {
+    int fd;
+    _fmode = _O_BINARY;
+    for (fd = 0; fd < 3; fd++) (void)_setmode(fd, _O_BINARY);
+    SetConsoleOutputCP(CP_UTF8);
+    atexit(ex_check_output);
+}
+/* Windows forgets the handler when it calls it. */
+enum { SA_RESETHAND = 1 };
+static void (*ex_handler)(int);
+static inline void ex_handle_again(int signal_number) {
+    signal(signal_number, ex_handle_again);
+    ex_handler(signal_number);
+}
+/* Handles Ctrl-C, and Ctrl-Break or a closed console. */
+static inline void ex_on_ending_signals(void (*handler)(int), int flags) {
+    ex_handler = handler;
+    signal(SIGINT, flags & SA_RESETHAND ? handler : ex_handle_again);
+    signal(SIGBREAK, flags & SA_RESETHAND ? handler : ex_handle_again);
+}
+static inline int ex_folder_new(const char *path) { return _mkdir(path); }
+static inline void ex_host_name(char *name, size_t size) {
+    DWORD n = (DWORD)size;
+    if (!GetComputerNameA(name, &n)) name[0] = 0;
+}
+/* 1 unless no process has this number. */
+static inline int ex_process_runs(long pid) {
+    HANDLE process = OpenProcess(SYNCHRONIZE, FALSE, (DWORD)pid);
+    int runs = process != NULL ? WaitForSingleObject(process, 0) == WAIT_TIMEOUT
+                               : GetLastError() != ERROR_INVALID_PARAMETER;
+    if (process != NULL) CloseHandle(process);
+    return runs;
+}
+#else
 /* Called first in main.  Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the
    printed text; a limit on file sizes (ulimit -f) becomes a write error instead of a signal. */
 static inline void ex_begin(void) {
@@ -94,6 +143,11 @@ static inline void ex_on_ending_signals(void (*handler)(int), int flags) {
         if (numbers[i] != SIGHUP || (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN))
             sigaction(numbers[i], &action, NULL);
 }
+static inline int ex_folder_new(const char *path) { return mkdir(path, 0777); }
+static inline void ex_host_name(char *name, size_t size) { (void)gethostname(name, size - 1); }
+/* 1 unless no process has this number. */
+static inline int ex_process_runs(long pid) { return kill((pid_t)pid, 0) == 0 || errno != ESRCH; }
+#endif
 
 /* The first signal asks the program to stop when it is ready; the second ends it at once.  Installed once there is
    something to save: before that, the first one ends it. */
@@ -110,9 +164,9 @@ static inline amp_result ex_folder_make(const char *path) {
     for (i = 0; path[i] != 0; i++) {
         part[i] = path[i];
         part[i + 1] = 0;
-        if (path[i] != '/' || i == 0) continue;
+        if (path[i] != '/' || i == 0 || path[i - 1] == ':') continue;        /* "C:" is a volume */
         part[i] = 0;
-        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+        if (ex_folder_new(part) != 0 && errno != EEXIST)
             return ex_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(errno));
         if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
             return ex_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(ENOTDIR));
@@ -126,7 +180,7 @@ static inline int ex_made_here(const char *text) {
     char host[32] = "";
     size_t n;
     if (*text == 0) return 1;
-    (void)gethostname(host, sizeof host - 1);
+    ex_host_name(host, sizeof host);
     n = strcspn(host, "/");
     return *text == '@' && strncmp(text + 1, host, n) == 0 && text[1 + n] == '-' &&
            strspn(text + 2 + n, "0123456789abcdef") == 16 && text[18 + n] == 0;
@@ -139,7 +193,7 @@ static inline int ex_remove_if_unfinished(void *path, const char *name) {
     long pid;
     if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
     pid = strtol(name + n + 4, &end, 10);
-    if (pid <= 0 || !ex_made_here(end) || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
+    if (pid <= 0 || !ex_made_here(end) || ex_process_runs(pid)) return 0;
     if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX)
         unlink(full);
     return 0;

@@ -5,8 +5,16 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
+#if defined(_WIN32)
+#  define WIN32_LEAN_AND_MEAN
+#  define NOMINMAX
+#  include <windows.h>
+#  undef near
+#  undef far
+#else
+#  include <sys/ioctl.h>
+#endif
 
 /* On a terminal one line, redrawn; in a log file a plain line every `every` steps. */
 typedef struct progress {
@@ -19,7 +27,7 @@ static inline void progress_open(progress *p, int64_t total) {
     p->terminal = isatty(STDOUT_FILENO);
     p->total = total;
     p->every = total > 20 ? total / 20 : 1;
-    if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, 0);
+    if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, BUFSIZ);
 }
 
 /* Clears the line on the terminal, before something else is printed. */
@@ -28,11 +36,19 @@ static inline void progress_clear(progress *p) {
     p->drawn = 0;
 }
 
+#if defined(_WIN32)
+static inline int progress_width(void) {
+    CONSOLE_SCREEN_BUFFER_INFO info;
+    int columns = GetConsoleScreenBufferInfo(GetStdHandle(STD_OUTPUT_HANDLE), &info) ? info.dwSize.X : 0;
+    return columns < 20 ? 80 : columns;
+}
+#else
 static inline int progress_width(void) {
     struct winsize size;
     if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
     return size.ws_col;
 }
+#endif
 
 /* Shows "[####....] text" for step of total; last 1: this was the last one. */
 static inline void progress_show(progress *p, int64_t step, const char *text, int last) {

@@ -30,7 +30,30 @@ linked() {
     if [ -z "$zig" ]; then skip "$1" "no zig (pip install ziglang)"; return; fi
     if built "$1" $zig cc -target "$2"; then ok "$1" "zig cc -target $2: compiled and linked, not run"; fi
 }
+# learns NAME COMMAND...: quickstart, run as COMMAND does, learns.
+learns() {
+    name=$1; shift
+    (cd "$work/$name" && timeout 600 "$@" ./quickstart.exe) > "$work/log" 2>&1
+    awk '/^step/ {n++; loss[n] = $4 + 0} END {exit !(n > 4 && loss[n] < loss[1] / 4)}' "$work/log" && return
+    fail "$name" "quickstart: $(tail -n 3 "$work/log")"
+    return 1
+}
+
 libs="-lm -lpthread"
 linked macos-x86-64 x86_64-macos
 linked macos-arm64 aarch64-macos
+
+# Windows.  wine has a folder of its own for its registry, and is asked to say nothing.
+libs="-lm"
+linked windows-x86-64 x86_64-windows-gnu
+linked windows-arm64 aarch64-windows-gnu
+export WINEPREFIX="$work/wine" WINEDEBUG=-all
+mingw() {
+    mingw=x86_64-w64-mingw32-gcc libs="-lm -static"
+    if ! have $mingw; then skip mingw "no $mingw (apt install gcc-mingw-w64-x86-64)"; return; fi
+    built mingw $mingw || return
+    if ! have wine; then skip mingw "compiled, but there is no wine to run it"; return; fi
+    if learns mingw wine; then ok mingw "$mingw: quickstart learns under wine"; fi
+}
+if wanted mingw; then mingw; fi
 closing

@@ -15,6 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(_WIN32)
+#  include "on_windows.h"
+#endif
 
 static struct {
     int passed, failed, skipped, failures, list, stop, times, leave_out, left_out;
