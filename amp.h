@@ -79,6 +79,20 @@
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
+     On other platforms, with amp.o from the same compiler (make test-platforms builds a program with each line):
+
+       macOS           clang -O2 program.c amp.o -o program
+       Windows         x86_64-w64-mingw32-gcc -O2 program.c amp.o -o program.exe -lm
+       Windows, clang  zig cc -target x86_64-windows-gnu -O2 program.c amp.o -o program.exe
+       Windows on Arm  zig cc -target aarch64-windows-gnu -O2 program.c amp.o -o program.exe
+       Linux on Arm    aarch64-linux-gnu-gcc -O2 program.c amp.o -o program -lm -lpthread
+       musl            zig cc -target x86_64-linux-musl -O2 program.c amp.o -o program -lm -lpthread
+
+     On macOS amp.h has been built, and not run.  On Windows its tests run under wine.  Paths are UTF-8 there, the file
+     with the implementation includes windows.h, and with MinGW's gcc -flto also needs -Wa,-muse-unaligned-vector-move.
+     Microsoft's own cl does not compile amp.h: it lacks __attribute__, __atomic_... and other built-in functions, types
+     of vectors with operators, functions with instruction sets of their own, assembler statements, and _Pragma in C.
+
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
      -std=c99 it includes amp.h before system headers.  Other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything private to the file, including thread state and caches.  AMP_API may be
@@ -5742,7 +5756,15 @@ static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, c
     return result;
 }
 
-typedef struct ampi_os_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_os_thread;
+typedef struct ampi_os_thread {
+    pthread_t handle;
+    void (*run)(void *);
+    void *arg;
+    int holders;
+#if defined(__APPLE__)
+    fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+#endif
+} ampi_os_thread;
 
 /* The record of a thread has two holders, the thread and the caller that joins or detaches it.  The last to release it
    frees it. */
@@ -5754,6 +5776,9 @@ static void ampi_os_thread_release(void *thread) {
 static void *ampi_os_thread_main(void *arg) {
     ampi_os_thread *t = (ampi_os_thread *)arg;
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
+#if defined(__APPLE__)
+    fesetenv(&t->environment);
+#endif
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
     return NULL;
@@ -5767,6 +5792,9 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->run = run;
     t->arg = arg;
     t->holders = 2;
+#if defined(__APPLE__)
+    fegetenv(&t->environment);
+#endif
     error = pthread_create(&t->handle, NULL, ampi_os_thread_main, t);
     if (error != 0) { free(t); return -error; }
     *thread = t;
@@ -6073,12 +6101,14 @@ static AMPI_COLD int ampi_os_open(void *user, const char *path, int for_writing,
     (void)user;
     if (wide == NULL) return ampi_os_failed();
     do handle = CreateFileW(wide, access[for_writing], FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
-                            how[for_writing], FILE_ATTRIBUTE_NORMAL, NULL);
+                            how[for_writing], for_writing == 0 ? FILE_FLAG_BACKUP_SEMANTICS : FILE_ATTRIBUTE_NORMAL,
+                            NULL);                      /* this flag opens folders, as POSIX does */
     while (handle == INVALID_HANDLE_VALUE && GetLastError() == ERROR_SHARING_VIOLATION && ampi_os_again(&tries));
     if (handle == INVALID_HANDLE_VALUE) {
         error = ampi_os_failed();
         kind = GetFileAttributesW(wide);
         if (kind != INVALID_FILE_ATTRIBUTES && (kind & FILE_ATTRIBUTE_DIRECTORY)) error = -EISDIR;
+        if (error == -EINVAL && for_writing == 0) error = -ENOENT;      /* such as a pattern */
     } else if (for_writing == 3) ampi_os_inherit(wide, handle);
     free(wide);
     *file = (intptr_t)handle;
@@ -6110,8 +6140,11 @@ static int64_t ampi_os_write(void *user, intptr_t file, const void *buffer, size
 }
 
 static int64_t ampi_os_size(void *user, intptr_t file) {
+    BY_HANDLE_FILE_INFORMATION info;
     LARGE_INTEGER size;
     (void)user;
+    if (GetFileInformationByHandle((HANDLE)file, &info) && (info.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY))
+        return -EISDIR;
     if (GetFileType((HANDLE)file) != FILE_TYPE_DISK) return -ESPIPE;
     return GetFileSizeEx((HANDLE)file, &size) ? (int64_t)size.QuadPart : ampi_os_failed();
 }
@@ -6195,7 +6228,13 @@ static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, c
     return result;
 }
 
-typedef struct ampi_os_thread { HANDLE handle; void (*run)(void *); void *arg; int holders; } ampi_os_thread;
+typedef struct ampi_os_thread {
+    HANDLE handle;
+    void (*run)(void *);
+    void *arg;
+    int holders;
+    fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+} ampi_os_thread;
 
 static void ampi_os_thread_release(void *thread) {
     ampi_os_thread *t = (ampi_os_thread *)thread;
@@ -6204,6 +6243,7 @@ static void ampi_os_thread_release(void *thread) {
 static unsigned WINAPI ampi_os_thread_main(void *arg) {
     ampi_os_thread *t = (ampi_os_thread *)arg;
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
+    fesetenv(&t->environment);
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
     return 0;
@@ -6215,6 +6255,7 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->run = run;
     t->arg = arg;
     t->holders = 2;
+    fegetenv(&t->environment);
     t->handle = (HANDLE)_beginthreadex(NULL, 0, ampi_os_thread_main, t, 0, NULL);
     if (t->handle == NULL) { free(t); return -EAGAIN; }
     *thread = t;

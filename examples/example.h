@@ -19,12 +19,11 @@
 #include <time.h>
 #include <unistd.h>
 #if defined(_WIN32)
-#  define WIN32_LEAN_AND_MEAN
-#  define NOMINMAX
-#  include <direct.h>
-#  include <windows.h>
-#  undef near
-#  undef far
+#  include "on_windows.h"
+#else
+#  include <glob.h>
+#  include <langinfo.h>
+#  include <sys/ioctl.h>
 #endif
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
@@ -33,12 +32,7 @@
 static char ex_text[512];
 
 /* Sets what ex_error returns, for failures that are not amp.h's. */
-#if defined(__MINGW_PRINTF_FORMAT)
-#  define EX_PRINTF __attribute__((format(__MINGW_PRINTF_FORMAT, 2, 3)))
-#else
-#  define EX_PRINTF __attribute__((format(printf, 2, 3)))
-#endif
-static inline amp_result ex_fail(amp_result result, const char *format, ...) EX_PRINTF;
+static inline amp_result ex_fail(amp_result result, const char *format, ...) __attribute__((format(printf, 2, 3)));
 static inline amp_result ex_fail(amp_result result, const char *format, ...) {
     va_list args;
     va_start(args, format);
@@ -84,51 +78,15 @@ static inline void ex_check_output(void) {
     _exit(1);
 }
 
-#if defined(_WIN32)
-/* Called first in main.  Files and output have the same bytes as on other systems, and a console shows UTF-8. */
-static inline void ex_begin(void) {
-    int fd;
-    _fmode = _O_BINARY;
-    for (fd = 0; fd < 3; fd++) (void)_setmode(fd, _O_BINARY);
-    SetConsoleOutputCP(CP_UTF8);
-    atexit(ex_check_output);
-}
-/* Windows forgets the handler when it calls it. */
-enum { SA_RESETHAND = 1 };
-static void (*ex_handler)(int);
-static inline void ex_handle_again(int signal_number) {
-    signal(signal_number, ex_handle_again);
-    ex_handler(signal_number);
-}
-/* Handles Ctrl-C, and Ctrl-Break or a closed console. */
-static inline void ex_on_ending_signals(void (*handler)(int), int flags) {
-    ex_handler = handler;
-    signal(SIGINT, flags & SA_RESETHAND ? handler : ex_handle_again);
-    signal(SIGBREAK, flags & SA_RESETHAND ? handler : ex_handle_again);
-}
-static inline int ex_folder_new(const char *path) { return _mkdir(path); }
-static inline void ex_host_name(char *name, size_t size) {
-    DWORD n = (DWORD)size;
-    if (!GetComputerNameA(name, &n)) name[0] = 0;
-}
-/* 1 unless no process has this number. */
-static inline int ex_process_runs(long pid) {
-    HANDLE process = OpenProcess(SYNCHRONIZE, FALSE, (DWORD)pid);
-    int runs = process != NULL ? WaitForSingleObject(process, 0) == WAIT_TIMEOUT
-                               : GetLastError() != ERROR_INVALID_PARAMETER;
-    if (process != NULL) CloseHandle(process);
-    return runs;
-}
-#else
-/* Called first in main.  Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the
-   printed text; a limit on file sizes (ulimit -f) becomes a write error instead of a signal. */
-static inline void ex_begin(void) {
+#if !defined(_WIN32)
+/* Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the printed text; a limit on
+   file sizes (ulimit -f) becomes a write error instead of a signal. */
+static inline void ex_system_begin(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
     while (fd >= 0 && fd < 3);
     if (fd >= 0) close(fd);
     signal(SIGXFSZ, SIG_IGN);
-    atexit(ex_check_output);
 }
 
 /* Handles the signals that ask a program to end: Ctrl-C, kill, and, unless nohup is used, a closed terminal. */
@@ -143,11 +101,32 @@ static inline void ex_on_ending_signals(void (*handler)(int), int flags) {
         if (numbers[i] != SIGHUP || (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN))
             sigaction(numbers[i], &action, NULL);
 }
+
 static inline int ex_folder_new(const char *path) { return mkdir(path, 0777); }
 static inline void ex_host_name(char *name, size_t size) { (void)gethostname(name, size - 1); }
 /* 1 unless no process has this number. */
 static inline int ex_process_runs(long pid) { return kill((pid_t)pid, 0) == 0 || errno != ESRCH; }
+static inline void ex_sleep(double seconds) {
+    struct timespec nap;
+    nap.tv_sec = (time_t)seconds;
+    nap.tv_nsec = (long)((seconds - (double)nap.tv_sec) * 1e9);
+    nanosleep(&nap, NULL);
+}
+/* Columns and rows of the terminal, or 0. */
+static inline int ex_terminal(int *rows) {
+    struct winsize size;
+    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0) return *rows = 0;
+    *rows = size.ws_row;
+    return size.ws_col;
+}
+static inline int ex_terminal_is_utf8(void) { return strcmp(nl_langinfo(CODESET), "UTF-8") == 0; }
 #endif
+
+/* Called first in main. */
+static inline void ex_begin(void) {
+    ex_system_begin();
+    atexit(ex_check_output);
+}
 
 /* The first signal asks the program to stop when it is ready; the second ends it at once.  Installed once there is
    something to save: before that, the first one ends it. */

@@ -2,19 +2,11 @@
 #ifndef EXAMPLE_PROGRESS_H
 #define EXAMPLE_PROGRESS_H
 
+#include "example.h"
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
-#if defined(_WIN32)
-#  define WIN32_LEAN_AND_MEAN
-#  define NOMINMAX
-#  include <windows.h>
-#  undef near
-#  undef far
-#else
-#  include <sys/ioctl.h>
-#endif
 
 /* On a terminal one line, redrawn; in a log file a plain line every `every` steps. */
 typedef struct progress {
@@ -36,19 +28,10 @@ static inline void progress_clear(progress *p) {
     p->drawn = 0;
 }
 
-#if defined(_WIN32)
 static inline int progress_width(void) {
-    CONSOLE_SCREEN_BUFFER_INFO info;
-    int columns = GetConsoleScreenBufferInfo(GetStdHandle(STD_OUTPUT_HANDLE), &info) ? info.dwSize.X : 0;
+    int rows, columns = ex_terminal(&rows);
     return columns < 20 ? 80 : columns;
 }
-#else
-static inline int progress_width(void) {
-    struct winsize size;
-    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
-    return size.ws_col;
-}
-#endif
 
 /* Shows "[####....] text" for step of total; last 1: this was the last one. */
 static inline void progress_show(progress *p, int64_t step, const char *text, int last) {

@@ -19,7 +19,9 @@ static int counted_unlock(pthread_mutex_t *m) { locks_held--; return pthread_mut
 #include "test.h"
 #include "alike.h"
 #include "recording_backend.h"
-#include <sys/wait.h>
+#if !defined(_WIN32)
+#  include <sys/wait.h>
+#endif
 
 static void sleep_ms(long ms) {
     struct timespec t;

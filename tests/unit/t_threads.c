@@ -6,7 +6,9 @@
 #include "../amp.h"
 #include "parallel.h"
 #include "test.h"
-#include <sys/wait.h>
+#if !defined(_WIN32)
+#  include <sys/wait.h>
+#endif
 
 #if defined(__has_feature)
 #  if __has_feature(thread_sanitizer)
@@ -245,6 +247,7 @@ TEST(pinned_threads_give_the_same_bits) {
 /* ---- A child of fork() */
 
 TEST(a_child_computes_and_closes) {
+    SKIP_ON_WINDOWS("fork");
     amp_context *amp = threads_open_with(threads_of(2));
     int status = -1, round;
     pid_t child;
