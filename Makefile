@@ -24,7 +24,7 @@ EXAMPLES := $(patsubst examples/%.c,%,$(wildcard examples/*.c))
 TESTS    := $(basename $(notdir $(wildcard tests/*/t_*.c)))
 BENCHES  := $(patsubst tests/bench/%.c,%,$(wildcard tests/bench/bench_*.c))
 
-.PHONY: slurm newcomer compilers docs map help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors error-texts anomalies oracle bench \
+.PHONY: slurm newcomer compilers test-platforms docs map help run quick t examples check-machine bench-precision bench-features adopt libampblas plot watch test test-ci test-exhaustive errors error-texts anomalies oracle bench \
         bench-curves bench-threads bench-shapes bench-convert bench-moments bench-tape bench-compile bench-fp8 bench-choice bench-ddp accuracy readme install clean
 
 PREFIX  ?= /usr/local
@@ -49,6 +49,7 @@ help: backend
 	@echo "make crash-ranks      kill one of four ranks 200 times (KILLS, SEED): no hang, no lost checkpoint, the same bits after"
 	@echo "make newcomer         walk the first hour of README.md and examples/README.md, command by command, in an empty HOME"
 	@echo "make compilers        compile amp.h by every gcc, clang and zig at hand, at every level (COMPILERS: by these; an hour)"
+	@echo "make test-platforms   compile amp.h for macOS, Windows, Arm and others, and run tests under wine and qemu (an hour)"
 	@echo "make docs             make one page of amp.h's manual, comments and declarations: $(BUILD)/docs/index.html"
 	@echo "make map              cut amp.h and amp_cuda.cu into one file per section, with a table of sections, into $(BUILD)/map/"
 	@echo "make error-texts      print every error and warning of amp.h, by result, as a page to read"
@@ -232,6 +233,10 @@ newcomer:
 
 compilers:
 	sh tests/run.sh tests/compilers.sh
+
+# ONLY="macos-arm64 mingw": these platforms.  ZIG: a zig that is not on the path.
+test-platforms:
+	CC="$(CC)" PYTHON="$(PYTHON)" sh tests/platforms.sh
 
 # One page, which needs nothing but itself.
 map:

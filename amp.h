@@ -79,6 +79,20 @@
        gcc -O2 -c program.c
        nvcc program.o amp.o amp_cuda.o -o program -lcublasLt -lm -lpthread
 
+     On other platforms, with amp.o from the same compiler (make test-platforms builds a program with each line):
+
+       macOS           clang -O2 program.c amp.o -o program
+       Windows         x86_64-w64-mingw32-gcc -O2 program.c amp.o -o program.exe -lm
+       Windows, clang  zig cc -target x86_64-windows-gnu -O2 program.c amp.o -o program.exe
+       Windows on Arm  zig cc -target aarch64-windows-gnu -O2 program.c amp.o -o program.exe
+       Linux on Arm    aarch64-linux-gnu-gcc -O2 program.c amp.o -o program -lm -lpthread
+       musl            zig cc -target x86_64-linux-musl -O2 program.c amp.o -o program -lm -lpthread
+
+     On macOS amp.h has been built, and not run.  On Windows its tests run under wine.  Paths are UTF-8 there, the file
+     with the implementation includes windows.h, and with MinGW's gcc -flto also needs -Wa,-muse-unaligned-vector-move.
+     Microsoft's own cl does not compile amp.h: it lacks __attribute__, __atomic_... and other built-in functions, types
+     of vectors with operators, functions with instruction sets of their own, assembler statements, and _Pragma in C.
+
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
      -std=c99 it includes amp.h before system headers.  Other files may be C90 or C++98.  AMP_STATIC beside
      AMP_IMPLEMENTATION makes everything private to the file, including thread state and caches.  AMP_API may be
@@ -293,13 +307,20 @@
 
      Conversions, finite checks and the scaler stay correct under -Ofast. */
 
-#ifndef AMP_H_INCLUDED
-#define AMP_H_INCLUDED
-
-/* Under -std=c99 system headers declare POSIX functions only if asked before the first of them is included. */
+/* Under -std=c99 system headers declare POSIX functions only if asked before the first of them is included.  Those of
+   Darwin then hide its own, and those of MinGW's older C library need to be asked for C99's printf. */
 #if defined(AMP_IMPLEMENTATION) && defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE) && !defined(_GNU_SOURCE)
 #  define _POSIX_C_SOURCE 200809L
 #endif
+#if defined(AMP_IMPLEMENTATION) && defined(__APPLE__) && !defined(_DARWIN_C_SOURCE)
+#  define _DARWIN_C_SOURCE 1
+#endif
+#if defined(AMP_IMPLEMENTATION) && defined(__MINGW32__) && !defined(__USE_MINGW_ANSI_STDIO)
+#  define __USE_MINGW_ANSI_STDIO 1
+#endif
+
+#ifndef AMP_H_INCLUDED
+#define AMP_H_INCLUDED
 
 #include <stddef.h>
 #include <stdint.h>
@@ -417,9 +438,10 @@ typedef struct amp_logger {
     amp_log_level level;        /* the most detailed level to write */
 } amp_logger;
 
-/* System calls.  Members that are NULL use POSIX.  File calls return 0 (or a byte count), or -errno.  Set alloc and
-   free together, and the three thread calls together.  alloc is never called with 0 bytes; align is a power of two up
-   to 4096.  Every thread that was started is joined, or detached if a call of this table hangs in it. */
+/* System calls.  Members that are NULL use the operating system's.  File calls return 0 (or a byte count), or -errno.
+   Set alloc and free together, and the three thread calls together.  alloc is never called with 0 bytes; align is a
+   power of two up to 4096.  Every thread that was started is joined, or detached if a call of this table hangs in it.
+   Paths are UTF-8 on Windows. */
 typedef struct amp_system {
     void *user;
     void *(*alloc)(void *user, size_t size, size_t align);
@@ -454,7 +476,7 @@ typedef enum amp_cpu_path {
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
-/* The POSIX table, with every member set. */
+/* The table of the operating system, with every member set: POSIX, Darwin or Win32. */
 AMP_API void amp_system_default(amp_system *out);
 /* Replaces a file through a temporary one (write, fsync, rename), so the file is always complete after a crash or a
    concurrent write.  Keeps permissions and, where possible, the owner.  A symbolic link is replaced; a device or pipe
@@ -4583,7 +4605,7 @@ typedef struct amp_header {
     const char *file;
 } amp_header;
 
-#if defined(__has_attribute)
+#if defined(__has_attribute) && defined(__ELF__)
 #  if __has_attribute(__retain__)
 #    define AMPI_RETAIN __attribute__((__used__, __retain__))
 #  endif
@@ -5056,30 +5078,56 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 #if defined(AMP_IMPLEMENTATION) && !defined(AMP_IMPLEMENTATION_INCLUDED)
 #define AMP_IMPLEMENTATION_INCLUDED
 
-#include <dirent.h>
 #include <errno.h>
-#include <fcntl.h>
 #include <fenv.h>
-#include <fnmatch.h>
 #include <limits.h>
 #include <math.h>
-#include <poll.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <sys/stat.h>
 #include <time.h>
-#include <unistd.h>
+#if defined(_WIN32)
+#  if !defined(NOMINMAX)
+#    define NOMINMAX
+#    define AMPI_NOMINMAX
+#  endif
+#  if !defined(WIN32_LEAN_AND_MEAN)
+#    define WIN32_LEAN_AND_MEAN
+#    define AMPI_LEAN
+#  endif
+#  include <malloc.h>
+#  include <process.h>
+#  include <wchar.h>
+#  include <windows.h>
+#  if defined(AMPI_NOMINMAX)
+#    undef NOMINMAX
+#    undef AMPI_NOMINMAX
+#  endif
+#  if defined(AMPI_LEAN)
+#    undef WIN32_LEAN_AND_MEAN
+#    undef AMPI_LEAN
+#  endif
+#else
+#  include <dirent.h>
+#  include <fcntl.h>
+#  include <poll.h>
+#  include <pthread.h>
+#  include <sched.h>
+#  include <signal.h>
+#  include <sys/stat.h>
+#  include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#  include <crt_externs.h>
+#  include <sys/sysctl.h>
+#endif
 #if defined(__linux__)
 #  include <sys/syscall.h>
 #  if !defined(__cplusplus)
 extern long syscall(long number, ...);      /* unistd.h declares it only where more than POSIX is asked for */
 #  endif
 #endif
-#if !defined(O_CLOEXEC)
+#if !defined(_WIN32) && (!defined(O_CLOEXEC) || !defined(O_NOFOLLOW))
 #  error "with -std=c99 or -std=c11, include amp.h before system headers where AMP_IMPLEMENTATION is, or use -std=gnu99"
 #endif
 #if defined(AMP_NO_FP8)
@@ -5125,6 +5173,19 @@ enum { AMPI_HAS_FP8 = 1 };
 #  define AMPI_GEMM_AMX 0
 #endif
 
+/* The stack of 64-bit Windows is aligned to 16 bytes, and gcc does not align it further for vectors of 32 or 64
+   bytes that it keeps there.  With these macros of its assembler all moves of vectors do without alignment, which costs
+   nothing where they are aligned. */
+#if AMPI_X86 && defined(_WIN64) && !defined(__clang__)
+#  define AMPI_UNALIGNED(aligned, other) \
+    __extension__ __asm__(".macro " aligned " moves:vararg\n" other " \\moves\n.endm");
+AMPI_UNALIGNED("vmovaps", "vmovups")
+AMPI_UNALIGNED("vmovapd", "vmovupd")
+AMPI_UNALIGNED("vmovdqa", "vmovdqu")
+AMPI_UNALIGNED("vmovdqa32", "vmovdqu32")
+AMPI_UNALIGNED("vmovdqa64", "vmovdqu64")
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -5163,7 +5224,11 @@ extern "C" {
 #  define AMPI_O1_BEGIN
 #  define AMPI_O1_END
 #endif
-#define AMPI_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
+#if defined(__MINGW32__) && !defined(__clang__)        /* there __printf__ is that of Windows' older C library */
+#  define AMPI_PRINTF(text, first) __attribute__((__format__(__gnu_printf__, text, first)))
+#else
+#  define AMPI_PRINTF(text, first) __attribute__((__format__(__printf__, text, first)))
+#endif
 #define AMPI_MIN(a, b) ((a) < (b) ? (a) : (b))
 #define AMPI_MAX(a, b) ((a) > (b) ? (a) : (b))
 /* Leaves the calling function with the first result that is not AMP_OK. */
@@ -5518,19 +5583,62 @@ static inline ampi_fp ampi_fp_begin(void) {
 static inline void ampi_fp_end(ampi_fp host) { fesetenv(&host); }
 #endif
 
-/* ---- The POSIX system */
+/* ---- The operating system.  What differs from one to another is here, and in the probes of "The CPU" below: the calls
+   of amp_system, locks, and what else the sections ask for.  First those of POSIX, with Darwin's beside them. */
+#if !defined(_WIN32)
 
-static void *ampi_posix_alloc(void *user, size_t size, size_t align) {
+static const char ampi_slashes[] = "/";         /* what separates the components of a path */
+enum { AMPI_PATH = PATH_MAX };
+
+/* Functions whose results are errno numbers, 0 if they have worked. */
+typedef pthread_mutex_t ampi_mutex;
+typedef pthread_cond_t ampi_cond;
+#define ampi_mutex_init(lock) pthread_mutex_init(lock, NULL)
+#define ampi_mutex_destroy pthread_mutex_destroy
+#define ampi_mutex_lock pthread_mutex_lock
+#define ampi_mutex_trylock pthread_mutex_trylock
+#define ampi_mutex_unlock pthread_mutex_unlock
+#define ampi_cond_init(met) pthread_cond_init(met, NULL)
+#define ampi_cond_destroy pthread_cond_destroy
+#define ampi_cond_wait pthread_cond_wait
+#define ampi_cond_signal pthread_cond_signal
+#define ampi_cond_broadcast pthread_cond_broadcast
+typedef pthread_t ampi_thread_id;
+#define ampi_thread_self pthread_self
+#define ampi_thread_is pthread_equal
+/* A value that each thread has for itself, and a function that gets it when the thread ends. */
+typedef pthread_key_t ampi_thread_key;
+#define AMPI_KEY_CALL
+#define ampi_thread_key_create pthread_key_create
+#define ampi_thread_key_delete pthread_key_delete
+#define ampi_thread_key_set pthread_setspecific
+/* Around a call that may end the thread, as by pthread_exit.  left(arg) is then called; AMPI_GUARD_END(1) calls it in
+   any case. */
+#define AMPI_GUARD_BEGIN pthread_cleanup_push
+#define AMPI_GUARD_END pthread_cleanup_pop
+#define ampi_at_fork(child) pthread_atfork(NULL, NULL, child)
+#define ampi_os_yield sched_yield
+#define ampi_os_error strerror
+static int64_t ampi_os_process(void) { return (int64_t)getpid(); }
+
+/* The program's threads handle its signals, so this one, of the library, gets none. */
+static void ampi_os_signals_off(void) {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, NULL);
+}
+
+static void *ampi_os_alloc(void *user, size_t size, size_t align) {
     void *ptr = NULL;
     (void)user;
     return posix_memalign(&ptr, align < sizeof(void *) ? sizeof(void *) : align, size) == 0 ? ptr : NULL;
 }
 
-static void ampi_posix_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
+static void ampi_os_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 
 /* Whether a path has the form PATH.tmpX, and PATH is a regular file. */
-static int ampi_posix_replaces(const char *path, struct stat *old) {
-    char target[PATH_MAX];
+static int ampi_os_replaces(const char *path, struct stat *old) {
+    char target[AMPI_PATH];
     const char *at = path, *end = NULL;
     while ((at = strstr(at, ".tmp")) != NULL) end = at++;
     if (end == NULL || end - path >= (ptrdiff_t)sizeof target) return 0;
@@ -5541,7 +5649,7 @@ static int ampi_posix_replaces(const char *path, struct stat *old) {
 
 /* Gives a new file the owner and permissions of the old one.  If the group cannot be kept, the new group gets only
    those permissions that others have too. */
-static void ampi_posix_inherit(int fd, const struct stat *old) {
+static void ampi_os_inherit(int fd, const struct stat *old) {
     mode_t mode = old->st_mode & 0777;
     if (fchown(fd, old->st_uid, old->st_gid) != 0 && fchown(fd, (uid_t)-1, old->st_gid) != 0)
         mode &= 0707 | (mode & 7) << 3;
@@ -5550,7 +5658,7 @@ static void ampi_posix_inherit(int fd, const struct stat *old) {
 
 /* Opens a file.  Waits until another process gives back its lease on the file, but not for the writer of a pipe or the
    carrier of a device. */
-static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
+static int ampi_os_open_now(const char *path, int flags, mode_t mode) {
     struct stat info;
     int fd = open(path, flags | O_NONBLOCK, mode);
     if (fd < 0 && errno == EWOULDBLOCK && stat(path, &info) == 0 && S_ISREG(info.st_mode)) fd = open(path, flags, mode);
@@ -5559,12 +5667,12 @@ static int ampi_posix_open_now(const char *path, int flags, mode_t mode) {
 
 /* The file does not get the descriptors 0 to 2, even if the program started without them.  Otherwise what the program
    prints would be written into the file. */
-static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writing, intptr_t *file) {
+static AMPI_COLD int ampi_os_open(void *user, const char *path, int for_writing, intptr_t *file) {
     static const int how[] = {O_RDONLY, O_WRONLY | O_CREAT | O_TRUNC, O_RDWR | O_CREAT,
                               O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW};
     struct stat old;
-    int inherits = for_writing == 3 && ampi_posix_replaces(path, &old);
-    int fd = ampi_posix_open_now(path, how[for_writing] | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
+    int inherits = for_writing == 3 && ampi_os_replaces(path, &old);
+    int fd = ampi_os_open_now(path, how[for_writing] | O_NOCTTY | O_CLOEXEC, inherits ? 0600 : 0666), low = fd;
     (void)user;
     if (fd >= 0 && fd < 3) fd = fcntl(low, F_DUPFD_CLOEXEC, 3);
     if (fd < 0) {
@@ -5573,13 +5681,13 @@ static AMPI_COLD int ampi_posix_open(void *user, const char *path, int for_writi
         return -error;
     }
     if (low != fd) close(low);
-    if (inherits) ampi_posix_inherit(fd, &old);
+    if (inherits) ampi_os_inherit(fd, &old);
     *file = fd;
     return 0;
 }
 
 /* Reads from a file that has no offsets.  Waits for the first writer of a pipe. */
-static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
+static ssize_t ampi_os_read_on(int fd, void *buffer, size_t bytes) {
     struct pollfd ready;
     ssize_t n;
     ready.fd = fd;
@@ -5589,16 +5697,16 @@ static ssize_t ampi_posix_read_on(int fd, void *buffer, size_t bytes) {
     return n;
 }
 
-static int64_t ampi_posix_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
+static int64_t ampi_os_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
     ssize_t n = pread((int)file, buffer, bytes, (off_t)offset);
     (void)user;
-    if (n < 0 && errno == ESPIPE) n = ampi_posix_read_on((int)file, buffer, bytes);
+    if (n < 0 && errno == ESPIPE) n = ampi_os_read_on((int)file, buffer, bytes);
     return n < 0 ? -errno : n;
 }
 
 /* A write beyond the limit on file sizes makes the kernel send SIGXFSZ to this thread, which ends the process by
    default.  The signal is blocked, and is consumed if it was not pending before. */
-static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
+static int64_t ampi_os_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
     sigset_t limit, before, pending;
     int hosts, error, number;
     ssize_t n;
@@ -5615,25 +5723,33 @@ static int64_t ampi_posix_write(void *user, intptr_t file, const void *buffer, s
     return n < 0 ? -error : n;
 }
 
-static int64_t ampi_posix_size(void *user, intptr_t file) {
+static int64_t ampi_os_size(void *user, intptr_t file) {
     struct stat info;
     (void)user;
     if (fstat((int)file, &info) != 0) return -errno;
     return S_ISDIR(info.st_mode) ? -EISDIR : S_ISREG(info.st_mode) ? (int64_t)info.st_size : -ESPIPE;
 }
 
-static int ampi_posix_sync(void *user, intptr_t file) { (void)user; return fsync((int)file) != 0 ? -errno : 0; }
-static int ampi_posix_close(void *user, intptr_t file) { (void)user; return close((int)file) != 0 ? -errno : 0; }
-static int ampi_posix_rename(void *user, const char *from, const char *to) {
+/* Darwin's fsync leaves the data in the drive's cache; F_FULLFSYNC does not, but some volumes do not have it. */
+static int ampi_os_sync(void *user, intptr_t file) {
+    (void)user;
+#if defined(F_FULLFSYNC)
+    if (fcntl((int)file, F_FULLFSYNC) == 0) return 0;
+    if (errno == EINTR) return -EINTR;
+#endif
+    return fsync((int)file) != 0 ? -errno : 0;
+}
+static int ampi_os_close(void *user, intptr_t file) { (void)user; return close((int)file) != 0 ? -errno : 0; }
+static int ampi_os_rename(void *user, const char *from, const char *to) {
     struct stat info;
     (void)user;
     if (lstat(to, &info) == 0 && !S_ISREG(info.st_mode) && !S_ISDIR(info.st_mode) && !S_ISLNK(info.st_mode))
         return -EPERM; /* a device, a pipe */
     return rename(from, to) != 0 ? -errno : 0;
 }
-static int ampi_posix_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
+static int ampi_os_remove(void *user, const char *path) { (void)user; return unlink(path) != 0 ? -errno : 0; }
 
-static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
+static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
     DIR *dir = opendir(folder);
     struct dirent *entry;
     int result = 0;
@@ -5649,93 +5765,622 @@ static int ampi_posix_list(void *user, const char *folder, int (*each)(void *arg
     return result;
 }
 
-typedef struct ampi_posix_thread { pthread_t handle; void (*run)(void *); void *arg; int holders; } ampi_posix_thread;
+typedef struct ampi_os_thread {
+    pthread_t handle;
+    void (*run)(void *);
+    void *arg;
+    int holders;
+#if defined(__APPLE__)
+    fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+#endif
+} ampi_os_thread;
 
 /* The record of a thread has two holders, the thread and the caller that joins or detaches it.  The last to release it
    frees it. */
-static void ampi_posix_thread_release(void *thread) {
-    ampi_posix_thread *t = (ampi_posix_thread *)thread;
+static void ampi_os_thread_release(void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
     if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
 }
 
-static void *ampi_posix_thread_main(void *arg) {
-    ampi_posix_thread *t = (ampi_posix_thread *)arg;
-    pthread_cleanup_push(ampi_posix_thread_release, t);         /* also if `run` ends the thread */
+static void *ampi_os_thread_main(void *arg) {
+    ampi_os_thread *t = (ampi_os_thread *)arg;
+    AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
+#if defined(__APPLE__)
+    fesetenv(&t->environment);
+#endif
     (t->run)(t->arg);
-    pthread_cleanup_pop(1);
+    AMPI_GUARD_END(1);
     return NULL;
 }
 
-static int ampi_posix_thread_start(void *user, void **thread, void (*run)(void *arg), void *arg) {
-    ampi_posix_thread *t = (ampi_posix_thread *)malloc(sizeof *t);
+static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg), void *arg) {
+    ampi_os_thread *t = (ampi_os_thread *)malloc(sizeof *t);
     int error;
     (void)user;
     if (t == NULL) return -ENOMEM;
     t->run = run;
     t->arg = arg;
     t->holders = 2;
-    error = pthread_create(&t->handle, NULL, ampi_posix_thread_main, t);
+#if defined(__APPLE__)
+    fegetenv(&t->environment);
+#endif
+    error = pthread_create(&t->handle, NULL, ampi_os_thread_main, t);
     if (error != 0) { free(t); return -error; }
     *thread = t;
     return 0;
 }
 
-static int ampi_posix_thread_join(void *user, void *thread) {
-    ampi_posix_thread *t = (ampi_posix_thread *)thread;
+static int ampi_os_thread_join(void *user, void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
     int error = pthread_join(t->handle, NULL);
     (void)user;
-    ampi_posix_thread_release(t);
+    ampi_os_thread_release(t);
     return -error;
 }
 
-static int ampi_posix_thread_detach(void *user, void *thread) {
-    ampi_posix_thread *t = (ampi_posix_thread *)thread;
+static int ampi_os_thread_detach(void *user, void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
     int error = pthread_detach(t->handle);
     (void)user;
-    ampi_posix_thread_release(t);
+    ampi_os_thread_release(t);
     return -error;
 }
 
-static int64_t ampi_posix_clock(void *user) {
+static int64_t ampi_os_clock(void *user) {
     struct timespec t;
     (void)user;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Creates a lock, and a condition for ampi_wait_until. */
-static int ampi_timed_lock_init(pthread_mutex_t *lock, pthread_cond_t *met) {
+/* Sets the bits of the cores that this thread may run on.  Returns 0 where that is not known. */
+static int ampi_os_affinity(uint64_t *words, int n) {
+#if defined(__linux__)
+    return syscall(SYS_sched_getaffinity, 0, (size_t)n * sizeof *words, words) >= 0;
+#else
+    (void)words;
+    (void)n;
+    return 0;
+#endif
+}
+static void ampi_os_bind(int32_t core) {
+#if defined(__linux__)
+    uint64_t one[128];
+    memset(one, 0, sizeof one);
+    one[core / 64] = (uint64_t)1 << (core % 64);
+    (void)syscall(SYS_sched_setaffinity, 0, sizeof one, one);
+#else
+    (void)core;
+#endif
+}
+
+/* The processor time of this process, in nanoseconds. */
+static int64_t ampi_os_cpu_time(void) {
+    struct timespec t;
+    return clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t) == 0 ? (int64_t)t.tv_sec * 1000000000 + t.tv_nsec : 0;
+}
+
+/* ampi_timed_lock_init creates a lock, and a condition for ampi_wait_until.  That waits for the condition until
+   `deadline`, in nanoseconds of ampi_os_clock, and returns 0 if that time has come.  Darwin has no conditions with a
+   monotonic clock, but waits for a span of time. */
+#if defined(__APPLE__)
+static int ampi_timed_lock_init(ampi_mutex *lock, ampi_cond *met) {
+    int error = ampi_cond_init(met);
+    if (error == 0 && (error = ampi_mutex_init(lock)) != 0) ampi_cond_destroy(met);
+    return error;
+}
+static int ampi_wait_until(ampi_cond *met, ampi_mutex *lock, int64_t deadline) {
+    int64_t left = AMPI_MAX(deadline - ampi_os_clock(NULL), (int64_t)0);
+    struct timespec span;
+    span.tv_sec = (time_t)(left / 1000000000);
+    span.tv_nsec = (long)(left % 1000000000);
+    return pthread_cond_timedwait_relative_np(met, lock, &span) != ETIMEDOUT;
+}
+#else
+static int ampi_timed_lock_init(ampi_mutex *lock, ampi_cond *met) {
     pthread_condattr_t monotonic;
     int error = pthread_condattr_init(&monotonic);
     if (error != 0) return error;
     error = pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
     if (error == 0) error = pthread_cond_init(met, &monotonic);
     pthread_condattr_destroy(&monotonic);
-    if (error == 0 && (error = pthread_mutex_init(lock, NULL)) != 0) pthread_cond_destroy(met);
+    if (error == 0 && (error = ampi_mutex_init(lock)) != 0) ampi_cond_destroy(met);
     return error;
 }
-static void ampi_timed_lock_destroy(pthread_mutex_t *lock, pthread_cond_t *met) {
-    pthread_cond_destroy(met);
-    pthread_mutex_destroy(lock);
-}
-/* Waits for the condition until `deadline`, in nanoseconds of ampi_posix_clock.  Returns 0 if that time has come. */
-static int ampi_wait_until(pthread_cond_t *met, pthread_mutex_t *lock, int64_t deadline) {
+static int ampi_wait_until(ampi_cond *met, ampi_mutex *lock, int64_t deadline) {
     struct timespec until;
     until.tv_sec = (time_t)(deadline / 1000000000);
     until.tv_nsec = (long)(deadline % 1000000000);
     return pthread_cond_timedwait(met, lock, &until) != ETIMEDOUT;
 }
+#endif
+
+static uint64_t ampi_os_random(void) {
+    uint64_t mixed = (uint64_t)ampi_os_clock(NULL), bits = 0;
+    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return mixed ^ (uint64_t)(uintptr_t)&mixed << 32;
+    if (read(fd, &bits, sizeof bits) != (ssize_t)sizeof bits) bits = (uint64_t)(uintptr_t)&mixed << 32;
+    close(fd);
+    return bits ^ mixed;
+}
+/* This machine's name; size has room for one byte behind it. */
+static void ampi_os_host(char *name, size_t size) { (void)gethostname(name, size - 1); }
+
+/* Variable number i of the environment as "NAME=value", or NULL.  text, where it may be put, is for Windows. */
+#if defined(__APPLE__)
+#  define AMPI_ENVIRONMENT (*_NSGetEnviron())          /* a shared library has no environ */
+#else
+#  define AMPI_ENVIRONMENT environ
+extern char **environ;
+#endif
+static const char *ampi_os_variable(int i, char *text, size_t size) {
+    (void)text;
+    (void)size;
+    return AMPI_ENVIRONMENT != NULL ? AMPI_ENVIRONMENT[i] : NULL;
+}
+
+static void ampi_os_say(const char *line) { fputs(line, stderr); }
+
+#else /* ---- Win32.  Paths are UTF-8, and wide within. */
+
+static const char ampi_slashes[] = "/\\";
+enum { AMPI_PATH = 4096 };
+
+typedef SRWLOCK ampi_mutex;
+typedef CONDITION_VARIABLE ampi_cond;
+typedef DWORD ampi_thread_id;
+typedef DWORD ampi_thread_key;
+#define AMPI_KEY_CALL WINAPI
+static int ampi_mutex_init(ampi_mutex *lock) { InitializeSRWLock(lock); return 0; }
+static void ampi_mutex_destroy(ampi_mutex *lock) { (void)lock; }
+static void ampi_mutex_lock(ampi_mutex *lock) { AcquireSRWLockExclusive(lock); }
+static int ampi_mutex_trylock(ampi_mutex *lock) { return TryAcquireSRWLockExclusive(lock) ? 0 : EBUSY; }
+static void ampi_mutex_unlock(ampi_mutex *lock) { ReleaseSRWLockExclusive(lock); }
+static int ampi_cond_init(ampi_cond *met) { InitializeConditionVariable(met); return 0; }
+static void ampi_cond_destroy(ampi_cond *met) { (void)met; }
+static void ampi_cond_wait(ampi_cond *met, ampi_mutex *lock) { SleepConditionVariableSRW(met, lock, INFINITE, 0); }
+static void ampi_cond_signal(ampi_cond *met) { WakeConditionVariable(met); }
+static void ampi_cond_broadcast(ampi_cond *met) { WakeAllConditionVariable(met); }
+static ampi_thread_id ampi_thread_self(void) { return GetCurrentThreadId(); }
+static int ampi_thread_is(ampi_thread_id a, ampi_thread_id b) { return a == b; }
+static void ampi_os_signals_off(void) {}        /* the console's events have a thread of their own */
+static void ampi_os_yield(void) { SwitchToThread(); }
+static int ampi_at_fork(void (*child)(void)) { (void)child; return 0; }
+static int64_t ampi_os_process(void) { return (int64_t)GetCurrentProcessId(); }
+
+/* An index of FlsAlloc, whose callback gets the value of each thread that ends.  FlsFree would call it for all living
+   threads.  Therefore each of the two indices is made once, and stays.  Returns 0 or an errno. */
+static int ampi_os_index(DWORD *kept, PFLS_CALLBACK_FUNCTION left, DWORD *index) {
+    DWORD mine, none = 0;
+    *index = __atomic_load_n(kept, __ATOMIC_ACQUIRE);
+    if (*index != 0) { --*index; return 0; }
+    mine = FlsAlloc(left);
+    if (mine == FLS_OUT_OF_INDEXES) return EAGAIN;
+    if (!__atomic_compare_exchange_n(kept, &none, mine + 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) {
+        FlsFree(mine);              /* another thread was faster; no thread has a value of this one yet */
+        mine = none - 1;
+    }
+    *index = mine;
+    return 0;
+}
+static int ampi_thread_key_create(ampi_thread_key *key, PFLS_CALLBACK_FUNCTION left) {
+    static DWORD kept;
+    return ampi_os_index(&kept, left, key);
+}
+static void ampi_thread_key_delete(ampi_thread_key key) { (void)key; }
+static int ampi_thread_key_set(ampi_thread_key key, const void *value) {
+    return FlsSetValue(key, (void *)(uintptr_t)value) ? 0 : ENOMEM;
+}
+
+/* A function that is called if the thread ends before the end of the block, by ExitThread or _endthreadex. */
+typedef struct ampi_guard { void (*left)(void *arg); void *arg; struct ampi_guard *outer; DWORD index; } ampi_guard;
+static void WINAPI ampi_guards_left(void *value) {
+    ampi_guard *g = (ampi_guard *)value;
+    for (; g != NULL; g = g->outer) (g->left)(g->arg);
+}
+static void ampi_guard_begin(ampi_guard *g, void (*left)(void *arg), void *arg) {
+    static DWORD kept;
+    g->left = left;
+    g->arg = arg;
+    g->outer = NULL;
+    if (ampi_os_index(&kept, ampi_guards_left, &g->index) != 0) g->index = FLS_OUT_OF_INDEXES;
+    if (g->index == FLS_OUT_OF_INDEXES) return;         /* then nothing is called */
+    g->outer = (ampi_guard *)FlsGetValue(g->index);
+    FlsSetValue(g->index, g);
+}
+static void ampi_guard_end(ampi_guard *g, int call) {
+    if (g->index != FLS_OUT_OF_INDEXES) FlsSetValue(g->index, g->outer);
+    if (call) (g->left)(g->arg);
+}
+#define AMPI_GUARD_BEGIN(left, arg) { ampi_guard ampi_g; ampi_guard_begin(&ampi_g, left, arg);
+#define AMPI_GUARD_END(call) ampi_guard_end(&ampi_g, call); }
+
+/* The errno of an error of Win32. */
+static int ampi_os_errno(DWORD error) {
+    static const struct { DWORD error; int number; } rows[] = {
+        {ERROR_FILE_NOT_FOUND, ENOENT}, {ERROR_PATH_NOT_FOUND, ENOENT}, {ERROR_BAD_NETPATH, ENOENT},
+        {ERROR_BAD_NET_NAME, ENOENT}, {ERROR_INVALID_DRIVE, ENOENT}, {ERROR_DIRECTORY, ENOTDIR},
+        {ERROR_FILE_EXISTS, EEXIST}, {ERROR_ALREADY_EXISTS, EEXIST}, {ERROR_ACCESS_DENIED, EACCES},
+        {ERROR_WRITE_PROTECT, EROFS}, {ERROR_SHARING_VIOLATION, EBUSY}, {ERROR_LOCK_VIOLATION, EBUSY},
+        {ERROR_USER_MAPPED_FILE, EBUSY}, {ERROR_DELETE_PENDING, EBUSY}, {ERROR_PIPE_BUSY, EBUSY},
+        {ERROR_INVALID_NAME, EINVAL}, {ERROR_BAD_PATHNAME, EINVAL}, {ERROR_FILENAME_EXCED_RANGE, ENAMETOOLONG},
+        {ERROR_NOT_SAME_DEVICE, EXDEV}, {ERROR_DISK_FULL, ENOSPC}, {ERROR_HANDLE_DISK_FULL, ENOSPC},
+        {ERROR_NOT_ENOUGH_MEMORY, ENOMEM}, {ERROR_OUTOFMEMORY, ENOMEM}, {ERROR_TOO_MANY_OPEN_FILES, EMFILE},
+        {ERROR_NOT_ENOUGH_QUOTA, ENOMEM}, {ERROR_NO_DATA, EPIPE}, {ERROR_BROKEN_PIPE, EPIPE},
+        {ERROR_INVALID_HANDLE, EBADF}, {ERROR_NO_UNICODE_TRANSLATION, EILSEQ}, {ERROR_FILE_TOO_LARGE, EFBIG},
+        {ERROR_NO_SYSTEM_RESOURCES, EAGAIN}, {ERROR_MAX_THRDS_REACHED, EAGAIN}
+    };
+    int i;
+    for (i = 0; i < (int)(sizeof rows / sizeof *rows); i++) if (rows[i].error == error) return rows[i].number;
+    return EIO;
+}
+static int ampi_os_failed(void) { return -ampi_os_errno(GetLastError()); }
+
+/* An error in words.  Those of the C library do not fit what Windows refuses. */
+static const char *ampi_os_error(int error) {
+    switch (error) {
+        case EBUSY: return "another program holds the file open: close it there";
+        case EILSEQ: return "the name is not UTF-8, or Windows' name of a file is not UTF-16";
+        case EINVAL: return "Windows allows no such name";
+        case EXDEV: return "this volume cannot replace a file in one step";
+        case ESPIPE: return "a pipe or a device";
+        default: return strerror(error);
+    }
+}
+
+/* UTF-16 in new memory, to be freed, of a path in UTF-8.  A path that may be longer than MAX_PATH with another name
+   behind it becomes an absolute one with the prefix that lifts this limit.  NULL: sets the last error. */
+static AMPI_COLD wchar_t *ampi_os_wide(const char *path) {
+    static const wchar_t local[] = L"\\\\?\\", network[] = L"\\\\?\\UNC\\";
+    enum { PREFIX = 8, SHORT = 200 };
+    int n = MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, path, -1, NULL, 0), skip = 0;
+    wchar_t *wide = n > 0 ? (wchar_t *)malloc((size_t)n * sizeof *wide) : NULL, *whole;
+    DWORD length;
+    if (wide == NULL) { if (n > 0) SetLastError(ERROR_NOT_ENOUGH_MEMORY); return NULL; }
+    MultiByteToWideChar(CP_UTF8, 0, path, -1, wide, n);
+    length = n > SHORT || wide[0] == 0 ? 0 : GetFullPathNameW(wide, 0, NULL, NULL);
+    if ((length > 0 && length < SHORT) || wide[0] == 0 || wcsncmp(wide, local, 4) == 0) return wide;
+    length = GetFullPathNameW(wide, 0, NULL, NULL);
+    whole = length > 0 ? (wchar_t *)malloc((PREFIX + (size_t)length) * sizeof *whole) : NULL;
+    if (whole == NULL) { if (length > 0) SetLastError(ERROR_NOT_ENOUGH_MEMORY); free(wide); return NULL; }
+    length = GetFullPathNameW(wide, length, whole + PREFIX, NULL);
+    free(wide);
+    if (whole[PREFIX] == '\\' && whole[PREFIX + 1] == '\\' && whole[PREFIX + 2] == '.') skip = PREFIX;  /* a device */
+    else if (whole[PREFIX] == '\\' && whole[PREFIX + 1] == '\\') {          /* \\server: the prefix takes its slashes */
+        memmove(whole + PREFIX, whole + PREFIX + 2, (length - 1) * sizeof *whole);
+        memcpy(whole, network, PREFIX * sizeof *whole);
+    } else { skip = PREFIX - 4; memcpy(whole + skip, local, 4 * sizeof *whole); }
+    if (skip > 0) memmove(whole, whole + skip, (PREFIX - (size_t)skip + length + 1) * sizeof *whole);
+    return whole;
+}
+
+/* Writes UTF-16 as UTF-8.  Returns 0 or -errno. */
+static int ampi_os_narrow(const wchar_t *wide, char *text, int size) {
+    if (WideCharToMultiByte(CP_UTF8, WC_ERR_INVALID_CHARS, wide, -1, text, size, NULL, NULL) > 0) return 0;
+    return GetLastError() == ERROR_INSUFFICIENT_BUFFER ? -ENAMETOOLONG : -EILSEQ;
+}
+
+static void *ampi_os_alloc(void *user, size_t size, size_t align) {
+    (void)user;
+    return _aligned_malloc(size, align < sizeof(void *) ? sizeof(void *) : align);
+}
+static void ampi_os_free(void *user, void *ptr, size_t size) { (void)user; (void)size; _aligned_free(ptr); }
+
+/* Gives a new file PATH.tmpX the access list of the file PATH, if there is one.  A file that cannot get it has what the
+   folder gives. */
+static void ampi_os_inherit(const wchar_t *path, HANDLE file) {
+    const wchar_t *at = path, *end = NULL;
+    wchar_t *target;
+    DWORD bytes = 0;
+    void *access;
+    while ((at = wcsstr(at, L".tmp")) != NULL) end = at++;
+    if (end == NULL || (target = (wchar_t *)malloc((size_t)(end - path + 1) * sizeof *target)) == NULL) return;
+    memcpy(target, path, (size_t)(end - path) * sizeof *target);
+    target[end - path] = 0;
+    if (!GetFileSecurityW(target, DACL_SECURITY_INFORMATION, NULL, 0, &bytes) && bytes > 0 &&
+        (access = malloc(bytes)) != NULL) {
+        if (GetFileSecurityW(target, DACL_SECURITY_INFORMATION, access, bytes, &bytes))
+            (void)SetKernelObjectSecurity(file, DACL_SECURITY_INFORMATION, access);
+        free(access);
+    }
+    free(target);
+}
+
+/* Another program, such as one that looks for viruses, often holds a new file open for a moment.  Whether to try again
+   after a call that failed; waits before that. */
+static int ampi_os_again(int *tries) {
+    DWORD error = GetLastError();
+    if ((error != ERROR_SHARING_VIOLATION && error != ERROR_ACCESS_DENIED && error != ERROR_DELETE_PENDING) ||
+        ++*tries > 20)
+        return 0;
+    Sleep(error == ERROR_ACCESS_DENIED ? 5 : 20);
+    SetLastError(error);
+    return 1;
+}
+
+/* Others may read, write, rename and delete the file, as on other systems. */
+static AMPI_COLD int ampi_os_open(void *user, const char *path, int for_writing, intptr_t *file) {
+    static const DWORD access[] = {GENERIC_READ, GENERIC_WRITE, GENERIC_READ | GENERIC_WRITE,
+                                   GENERIC_WRITE | WRITE_DAC};
+    static const DWORD how[] = {OPEN_EXISTING, CREATE_ALWAYS, OPEN_ALWAYS, CREATE_NEW};
+    wchar_t *wide = ampi_os_wide(path);
+    HANDLE handle;
+    DWORD kind;
+    int tries = 0, error = 0;
+    (void)user;
+    if (wide == NULL) return ampi_os_failed();
+    do handle = CreateFileW(wide, access[for_writing], FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
+                            how[for_writing], for_writing == 0 ? FILE_FLAG_BACKUP_SEMANTICS : FILE_ATTRIBUTE_NORMAL,
+                            NULL);                      /* this flag opens folders, as POSIX does */
+    while (handle == INVALID_HANDLE_VALUE && GetLastError() == ERROR_SHARING_VIOLATION && ampi_os_again(&tries));
+    if (handle == INVALID_HANDLE_VALUE) {
+        error = ampi_os_failed();
+        kind = GetFileAttributesW(wide);
+        if (kind != INVALID_FILE_ATTRIBUTES && (kind & FILE_ATTRIBUTE_DIRECTORY)) error = -EISDIR;
+        if (error == -EINVAL && for_writing == 0) error = -ENOENT;      /* such as a pattern */
+    } else if (for_writing == 3) ampi_os_inherit(wide, handle);
+    free(wide);
+    *file = (intptr_t)handle;
+    return error;
+}
+
+/* The place of a transfer.  Pipes and devices do not look at it. */
+static OVERLAPPED ampi_os_at(int64_t offset) {
+    OVERLAPPED at;
+    memset(&at, 0, sizeof at);
+    at.Offset = (DWORD)(uint64_t)offset;
+    at.OffsetHigh = (DWORD)((uint64_t)offset >> 32);
+    return at;
+}
+static int64_t ampi_os_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
+    OVERLAPPED at = ampi_os_at(offset);
+    DWORD n = 0, error;
+    (void)user;
+    if (ReadFile((HANDLE)file, buffer, (DWORD)AMPI_MIN(bytes, (size_t)1 << 30), &n, &at)) return (int64_t)n;
+    error = GetLastError();
+    return error == ERROR_HANDLE_EOF || error == ERROR_BROKEN_PIPE ? 0 : -ampi_os_errno(error);
+}
+static int64_t ampi_os_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) {
+    OVERLAPPED at = ampi_os_at(offset);
+    DWORD n = 0;
+    (void)user;
+    return WriteFile((HANDLE)file, buffer, (DWORD)AMPI_MIN(bytes, (size_t)1 << 30), &n, &at) ? (int64_t)n
+                                                                                            : ampi_os_failed();
+}
+
+static int64_t ampi_os_size(void *user, intptr_t file) {
+    BY_HANDLE_FILE_INFORMATION info;
+    LARGE_INTEGER size;
+    (void)user;
+    if (GetFileInformationByHandle((HANDLE)file, &info) && (info.dwFileAttributes & FILE_ATTRIBUTE_DIRECTORY))
+        return -EISDIR;
+    if (GetFileType((HANDLE)file) != FILE_TYPE_DISK) return -ESPIPE;
+    return GetFileSizeEx((HANDLE)file, &size) ? (int64_t)size.QuadPart : ampi_os_failed();
+}
+static int ampi_os_sync(void *user, intptr_t file) {
+    (void)user;
+    return FlushFileBuffers((HANDLE)file) || GetFileType((HANDLE)file) != FILE_TYPE_DISK ? 0 : ampi_os_failed();
+}
+static int ampi_os_close(void *user, intptr_t file) {
+    (void)user;
+    return CloseHandle((HANDLE)file) ? 0 : ampi_os_failed();
+}
+
+/* Renames as POSIX does, also where others have the old file open, if this Windows and the volume can. */
+static int ampi_os_rename_posix(const wchar_t *from, const wchar_t *to) {
+    enum { RENAME_INFO_EX = 22, REPLACE = 1, POSIX_SEMANTICS = 2 };
+    typedef struct ampi_rename { DWORD flags; HANDLE root; DWORD bytes; wchar_t name[1]; } ampi_rename;
+    size_t bytes = wcslen(to) * sizeof *to, whole = sizeof(ampi_rename) + bytes;
+    ampi_rename *info = (ampi_rename *)calloc(1, whole);
+    HANDLE file;
+    int done;
+    if (info == NULL) return 0;
+    info->flags = REPLACE | POSIX_SEMANTICS;
+    info->bytes = (DWORD)bytes;
+    memcpy(info->name, to, bytes);
+    file = CreateFileW(from, DELETE | SYNCHRONIZE, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, NULL,
+                       OPEN_EXISTING, FILE_FLAG_BACKUP_SEMANTICS, NULL);
+    done = file != INVALID_HANDLE_VALUE &&
+           SetFileInformationByHandle(file, (FILE_INFO_BY_HANDLE_CLASS)RENAME_INFO_EX, info, (DWORD)whole);
+    if (file != INVALID_HANDLE_VALUE) CloseHandle(file);
+    free(info);
+    return done;
+}
+static int ampi_os_rename(void *user, const char *from, const char *to) {
+    wchar_t *wide_from = ampi_os_wide(from), *wide_to = wide_from != NULL ? ampi_os_wide(to) : NULL;
+    int done = 0, tries = 0, error = 0;
+    (void)user;
+    if (wide_to != NULL) {
+        do done = ampi_os_rename_posix(wide_from, wide_to) ||
+                  MoveFileExW(wide_from, wide_to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
+        while (!done && ampi_os_again(&tries));
+    }
+    if (!done) error = ampi_os_failed();
+    free(wide_to);
+    free(wide_from);
+    return error;
+}
+static int ampi_os_remove(void *user, const char *path) {
+    wchar_t *wide = ampi_os_wide(path);
+    int error = 0, tries = 0, done = 0;
+    (void)user;
+    if (wide != NULL) do done = DeleteFileW(wide); while (!done && ampi_os_again(&tries));
+    if (!done) error = ampi_os_failed();
+    free(wide);
+    return error;
+}
+
+static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, const char *name), void *arg) {
+    size_t n = strlen(folder);
+    char *pattern = (char *)malloc(n + 3), name[3 * MAX_PATH + 1];
+    wchar_t *wide;
+    WIN32_FIND_DATAW entry;
+    HANDLE search;
+    int result;
+    (void)user;
+    if (pattern == NULL) return -ENOMEM;
+    memcpy(pattern, folder, n + 1);
+    strcpy(pattern + n, n > 0 && strchr(ampi_slashes, folder[n - 1]) == NULL ? "\\*" : "*");
+    wide = ampi_os_wide(pattern);
+    free(pattern);
+    if (wide == NULL) return ampi_os_failed();
+    search = FindFirstFileW(wide, &entry);
+    result = search != INVALID_HANDLE_VALUE ? 0 : ampi_os_failed();
+    free(wide);
+    if (result != 0) return result;
+    do {
+        result = ampi_os_narrow(entry.cFileName, name, (int)sizeof name);
+        if (result == 0) result = (each)(arg, name);
+    } while (result == 0 && FindNextFileW(search, &entry));
+    if (result == 0 && GetLastError() != ERROR_NO_MORE_FILES) result = ampi_os_failed();
+    FindClose(search);
+    return result;
+}
+
+typedef struct ampi_os_thread {
+    HANDLE handle;
+    void (*run)(void *);
+    void *arg;
+    int holders;
+    fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+} ampi_os_thread;
+
+static void ampi_os_thread_release(void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
+    if (__atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) == 0) free(t);
+}
+static unsigned WINAPI ampi_os_thread_main(void *arg) {
+    ampi_os_thread *t = (ampi_os_thread *)arg;
+    AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
+    fesetenv(&t->environment);
+    (t->run)(t->arg);
+    AMPI_GUARD_END(1);
+    return 0;
+}
+static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg), void *arg) {
+    ampi_os_thread *t = (ampi_os_thread *)malloc(sizeof *t);
+    (void)user;
+    if (t == NULL) return -ENOMEM;
+    t->run = run;
+    t->arg = arg;
+    t->holders = 2;
+    fegetenv(&t->environment);
+    t->handle = (HANDLE)_beginthreadex(NULL, 0, ampi_os_thread_main, t, 0, NULL);
+    if (t->handle == NULL) { free(t); return -EAGAIN; }
+    *thread = t;
+    return 0;
+}
+static int ampi_os_thread_join(void *user, void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
+    int error = WaitForSingleObject(t->handle, INFINITE) == WAIT_OBJECT_0 ? 0 : ampi_os_failed();
+    (void)user;
+    CloseHandle(t->handle);
+    ampi_os_thread_release(t);
+    return error;
+}
+static int ampi_os_thread_detach(void *user, void *thread) {
+    ampi_os_thread *t = (ampi_os_thread *)thread;
+    (void)user;
+    CloseHandle(t->handle);
+    ampi_os_thread_release(t);
+    return 0;
+}
+
+static int64_t ampi_os_clock(void *user) {
+    LARGE_INTEGER now, second;
+    (void)user;
+    QueryPerformanceFrequency(&second);
+    QueryPerformanceCounter(&now);
+    return now.QuadPart / second.QuadPart * 1000000000 + now.QuadPart % second.QuadPart * 1000000000 / second.QuadPart;
+}
+/* A word holds the cores of a group, which have their own numbers. */
+static int ampi_os_affinity(uint64_t *words, int n) {
+    DWORD_PTR process, all;
+    int groups = AMPI_MIN((int)GetActiveProcessorGroupCount(), n), i;
+    if (groups <= 1 && GetProcessAffinityMask(GetCurrentProcess(), &process, &all)) words[0] = process;
+    for (i = 0; i < groups && groups > 1; i++) {
+        DWORD cores = GetActiveProcessorCount((WORD)i);
+        words[i] = cores >= 64 ? UINT64_MAX : ((uint64_t)1 << cores) - 1;
+    }
+    return words[0] != 0;
+}
+static void ampi_os_bind(int32_t core) {
+    GROUP_AFFINITY at;
+    memset(&at, 0, sizeof at);
+    at.Group = (WORD)(core / 64);
+    at.Mask = (KAFFINITY)1 << (core % 64);
+    (void)SetThreadGroupAffinity(GetCurrentThread(), &at, NULL);
+}
+
+/* The processor time of this process, in nanoseconds. */
+static int64_t ampi_os_cpu_time(void) {
+    FILETIME begin, end, kernel, user;
+    if (!GetProcessTimes(GetCurrentProcess(), &begin, &end, &kernel, &user)) return 0;
+    return 100 * (((int64_t)kernel.dwHighDateTime << 32) + kernel.dwLowDateTime +
+                  ((int64_t)user.dwHighDateTime << 32) + user.dwLowDateTime);
+}
+
+static int ampi_timed_lock_init(ampi_mutex *lock, ampi_cond *met) {
+    return ampi_mutex_init(lock) | ampi_cond_init(met);
+}
+static int ampi_wait_until(ampi_cond *met, ampi_mutex *lock, int64_t deadline) {
+    int64_t left = deadline - ampi_os_clock(NULL);
+    if (left <= 0) return 0;
+    SleepConditionVariableSRW(met, lock, (DWORD)AMPI_MIN(left / 1000000 + 1, (int64_t)1 << 30), 0);
+    return ampi_os_clock(NULL) < deadline;
+}
+
+/* RtlGenRandom's name in advapi32. */
+BOOLEAN NTAPI SystemFunction036(PVOID buffer, ULONG bytes);
+static uint64_t ampi_os_random(void) {
+    uint64_t mixed = (uint64_t)ampi_os_clock(NULL) ^ (uint64_t)(uintptr_t)&mixed << 32, bits = 0;
+    (void)SystemFunction036(&bits, sizeof bits);
+    return bits ^ mixed;
+}
+static void ampi_os_host(char *name, size_t size) {
+    wchar_t wide[MAX_PATH];
+    DWORD n = MAX_PATH;
+    if (!GetComputerNameW(wide, &n) || ampi_os_narrow(wide, name, (int)size) != 0) name[0] = 0;
+}
+
+/* Variable number i of the environment as "NAME=value", or NULL.  text may receive it.  One that does not fit there is
+   left empty. */
+static AMPI_COLD const char *ampi_os_variable(int i, char *text, size_t size) {
+    wchar_t *block = GetEnvironmentStringsW();
+    const wchar_t *at = block;
+    if (block == NULL) return NULL;
+    while (i-- > 0 && *at != 0) at += wcslen(at) + 1;
+    if (*at != 0 && ampi_os_narrow(at, text, (int)size) != 0) text[0] = 0;
+    i = *at != 0;
+    FreeEnvironmentStringsW(block);
+    return i ? text : NULL;
+}
+
+/* Writes a line to stderr.  A console gets it in UTF-16, whatever code page it has. */
+static void ampi_os_say(const char *line) {
+    wchar_t wide[1024];
+    HANDLE to = GetStdHandle(STD_ERROR_HANDLE);
+    DWORD mode;
+    int n = GetConsoleMode(to, &mode) ? MultiByteToWideChar(CP_UTF8, 0, line, -1, wide, 1024) : 0;
+    if (n == 0 || !WriteConsoleW(to, wide, (DWORD)n - 1, &mode, NULL)) fputs(line, stderr);
+}
+#endif
+
+static void ampi_timed_lock_destroy(ampi_mutex *lock, ampi_cond *met) {
+    ampi_cond_destroy(met);
+    ampi_mutex_destroy(lock);
+}
 
 AMP_API void amp_system_default(amp_system *out) {
     memset(out, 0, sizeof *out);
-    out->alloc = ampi_posix_alloc;             out->free = ampi_posix_free;
-    out->file_open = ampi_posix_open;          out->file_read = ampi_posix_read;
-    out->file_write = ampi_posix_write;        out->file_size = ampi_posix_size;
-    out->file_sync = ampi_posix_sync;          out->file_close = ampi_posix_close;
-    out->file_rename = ampi_posix_rename;      out->file_remove = ampi_posix_remove;
-    out->file_list = ampi_posix_list;          out->thread_start = ampi_posix_thread_start;
-    out->thread_join = ampi_posix_thread_join; out->thread_detach = ampi_posix_thread_detach;
-    out->clock_ns = ampi_posix_clock;
+    out->alloc = ampi_os_alloc;             out->free = ampi_os_free;
+    out->file_open = ampi_os_open;          out->file_read = ampi_os_read;
+    out->file_write = ampi_os_write;        out->file_size = ampi_os_size;
+    out->file_sync = ampi_os_sync;          out->file_close = ampi_os_close;
+    out->file_rename = ampi_os_rename;      out->file_remove = ampi_os_remove;
+    out->file_list = ampi_os_list;          out->thread_start = ampi_os_thread_start;
+    out->thread_join = ampi_os_thread_join; out->thread_detach = ampi_os_thread_detach;
+    out->clock_ns = ampi_os_clock;
 }
 
 /* The caller's table, with the defaults for members that are NULL.  system may be NULL. */
@@ -5829,8 +6474,8 @@ typedef struct ampi_threads {
     /* atomic: ampi_forks of the process that the workers are in; 0: they were not started; -1: a thread is starting
        them */
     int32_t owner;
-    pthread_mutex_t lock;           /* guards what follows */
-    pthread_cond_t posted, finished;
+    ampi_mutex lock;           /* guards what follows */
+    ampi_cond posted, finished;
     ampi_pool_job *jobs;
     int32_t started, asleep;        /* workers */
     int32_t missing;                /* atomic: workers that did not start, until that is reported */
@@ -5856,23 +6501,23 @@ static int ampi_spin(const int32_t *value, int32_t old, int equal) {
             __builtin_ia32_pause();
 #endif
         }
-        sched_yield();
-        now = ampi_posix_clock(NULL);
+        ampi_os_yield();
+        now = ampi_os_clock(NULL);
         if (end == 0) end = now + AMPI_SPIN_NS;
     } while (now < end);
     return 0;
 }
 
 /* Takes a lock that others hold for a few instructions only.  Spins first, because sleeping would take longer. */
-static void ampi_spin_lock(pthread_mutex_t *lock) {
+static void ampi_spin_lock(ampi_mutex *lock) {
     int i;
     for (i = 0; i < AMPI_SPIN_TRIES; i++) {
-        if (pthread_mutex_trylock(lock) == 0) return;
+        if (ampi_mutex_trylock(lock) == 0) return;
 #if AMPI_X86
         __builtin_ia32_pause();
 #endif
     }
-    pthread_mutex_lock(lock);
+    ampi_mutex_lock(lock);
 }
 
 /* A job that another thread can join, or NULL.  Called with the lock held. */
@@ -5888,12 +6533,12 @@ static void ampi_job_join(ampi_threads *t, ampi_pool_job *job) {
     int32_t number = job->taken++, left;
     __atomic_add_fetch(&job->active, 1, __ATOMIC_RELAXED);
     __atomic_add_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
-    pthread_mutex_unlock(&t->lock);
+    ampi_mutex_unlock(&t->lock);
     (job->run)(job->arg, number);
     __atomic_sub_fetch(&ampi_threads_running, 1, __ATOMIC_RELAXED);
     left = __atomic_sub_fetch(&job->active, 1, __ATOMIC_SEQ_CST);
     ampi_spin_lock(&t->lock);
-    if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) pthread_cond_broadcast(&t->finished);
+    if (left == 0 && __atomic_load_n(&t->waiting, __ATOMIC_SEQ_CST) > 0) ampi_cond_broadcast(&t->finished);
 }
 
 enum { AMPI_CORE_WORDS = 128 };     /* words with a bit for each of 64 cores */
@@ -5901,56 +6546,44 @@ enum { AMPI_CORE_WORDS = 128 };     /* words with a bit for each of 64 cores */
 /* How many cores this thread may run on, by its affinity and a container's cpuset.  0: unknown.  set, if not NULL,
    receives these cores. */
 static int32_t ampi_cores(uint64_t *set) {
-    int32_t cores = 0;
-#if defined(__linux__)
     uint64_t words[AMPI_CORE_WORDS], word;
+    int32_t cores = 0;
     int i;
     memset(words, 0, sizeof words);
-    if (syscall(SYS_sched_getaffinity, 0, sizeof words, words) < 0) return 0;
+    if (!ampi_os_affinity(words, AMPI_CORE_WORDS)) return 0;
     for (i = 0; i < AMPI_CORE_WORDS; i++)
         for (word = words[i]; word != 0; word &= word - 1) cores++;
     if (set != NULL) memcpy(set, words, sizeof words);
-#else
-    (void)set;
-#endif
     return cores;
 }
 
 /* Binds this thread to the core with this number among those that it may run on, modulo their count. */
 static void ampi_pin(int32_t number) {
-#if defined(__linux__)
-    uint64_t words[AMPI_CORE_WORDS], one[AMPI_CORE_WORDS];
+    uint64_t words[AMPI_CORE_WORDS];
     int32_t cores = ampi_cores(words), left = number % AMPI_MAX(cores, 1), i = 0;
-    memset(one, 0, sizeof one);
     if (cores == 0) return;
     while ((words[i / 64] >> (i % 64) & 1) == 0 || left-- > 0) i++;
-    one[i / 64] = (uint64_t)1 << (i % 64);
-    (void)syscall(SYS_sched_setaffinity, 0, sizeof one, one);
-#else
-    (void)number;
-#endif
+    ampi_os_bind(i);
 }
 
 static void ampi_threads_main(void *arg) {
     ampi_threads *t = (ampi_threads *)arg;
     int32_t number = __atomic_add_fetch(&t->arrived, 1, __ATOMIC_RELAXED);
     ampi_pool_job *job;
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
+    ampi_os_signals_off();
     if (t->pinned) ampi_pin(number);
     ampi_spin_lock(&t->lock);
     while (!t->closing) {
         int32_t seen = t->posts;
         if ((job = ampi_job_open(t)) != NULL) { ampi_job_join(t, job); continue; }
-        pthread_mutex_unlock(&t->lock);
+        ampi_mutex_unlock(&t->lock);
         (void)ampi_spin(&t->posts, seen, 1);
         ampi_spin_lock(&t->lock);
         t->asleep++;
-        while (!t->closing && t->posts == seen) pthread_cond_wait(&t->posted, &t->lock);
+        while (!t->closing && t->posts == seen) ampi_cond_wait(&t->posted, &t->lock);
         t->asleep--;
     }
-    pthread_mutex_unlock(&t->lock);
+    ampi_mutex_unlock(&t->lock);
 }
 
 /* Starts the workers, if this is the first job of the process.  A child of fork() has none of its parent's workers.
@@ -5962,8 +6595,8 @@ static int ampi_threads_ready(ampi_threads *t) {
         return 0;
     t->jobs = NULL;
     t->started = t->asleep = t->waiting = t->arrived = 0;
-    if (pthread_mutex_init(&t->lock, NULL) == 0 && pthread_cond_init(&t->posted, NULL) == 0 &&
-        pthread_cond_init(&t->finished, NULL) == 0)
+    if (ampi_mutex_init(&t->lock) == 0 && ampi_cond_init(&t->posted) == 0 &&
+        ampi_cond_init(&t->finished) == 0)
         while (t->started < t->limit &&
                ampi_thread_start(&t->system, &t->workers[t->started], ampi_threads_main, t) == 0)
             t->started++;
@@ -5979,8 +6612,8 @@ static void ampi_job_post(ampi_threads *t, ampi_pool_job *job) {
     t->jobs = job;
     wake = AMPI_MIN(t->asleep, job->n - 1);
     __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&t->lock);
-    while (wake-- > 0) pthread_cond_signal(&t->posted);
+    ampi_mutex_unlock(&t->lock);
+    while (wake-- > 0) ampi_cond_signal(&t->posted);
 }
 
 /* Keeps more workers from joining the job, and waits for those that are in it. */
@@ -5989,13 +6622,13 @@ static void ampi_job_close(ampi_threads *t, ampi_pool_job *job) {
     ampi_spin_lock(&t->lock);
     while (*at != job) at = &(*at)->next;
     *at = job->next;
-    pthread_mutex_unlock(&t->lock);
+    ampi_mutex_unlock(&t->lock);
     if (ampi_spin(&job->active, 0, 0)) return;
     ampi_spin_lock(&t->lock);
     __atomic_add_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
-    while (__atomic_load_n(&job->active, __ATOMIC_SEQ_CST) != 0) pthread_cond_wait(&t->finished, &t->lock);
+    while (__atomic_load_n(&job->active, __ATOMIC_SEQ_CST) != 0) ampi_cond_wait(&t->finished, &t->lock);
     __atomic_sub_fetch(&t->waiting, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_unlock(&t->lock);
+    ampi_mutex_unlock(&t->lock);
 }
 
 /* Calls run(arg, 0).  Workers that join before it returns call run(arg, i), each with a different i below n. */
@@ -6021,9 +6654,9 @@ static amp_result ampi_threads_open(ampi_threads **out, const amp_system *system
     int32_t unknown = 0;
     int error;
     if (__atomic_compare_exchange_n(&ampi_forks, &unknown, 1, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED) &&
-        (error = pthread_atfork(NULL, NULL, ampi_count_fork)) != 0) {
+        (error = ampi_at_fork(ampi_count_fork)) != 0) {
         __atomic_store_n(&ampi_forks, 0, __ATOMIC_RELAXED);
-        return ampi_fail(AMP_ERR_THREAD, "amp_open", "pthread_atfork: %s", strerror(error));
+        return ampi_fail(AMP_ERR_THREAD, "amp_open", "pthread_atfork: %s", ampi_os_error(error));
     }
     AMPI_TRY(ampi_alloc(system, "amp_open", &memory, 1, sizeof *t));
     t = (ampi_threads *)memory;
@@ -6044,15 +6677,15 @@ static void ampi_threads_close(ampi_threads *t) {
     if (t == NULL || __atomic_sub_fetch(&t->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
     system = t->system;
     if (t->owner == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
-        pthread_mutex_lock(&t->lock);
+        ampi_mutex_lock(&t->lock);
         __atomic_store_n(&t->closing, 1, __ATOMIC_SEQ_CST);
         __atomic_add_fetch(&t->posts, 1, __ATOMIC_SEQ_CST);
-        pthread_cond_broadcast(&t->posted);
-        pthread_mutex_unlock(&t->lock);
+        ampi_cond_broadcast(&t->posted);
+        ampi_mutex_unlock(&t->lock);
         for (i = 0; i < t->started; i++) ampi_thread_join(&system, t->workers[i]);
-        pthread_cond_destroy(&t->finished);
-        pthread_cond_destroy(&t->posted);
-        pthread_mutex_destroy(&t->lock);
+        ampi_cond_destroy(&t->finished);
+        ampi_cond_destroy(&t->posted);
+        ampi_mutex_destroy(&t->lock);
     }
     ampi_free(&system, t->workers, t->limit, sizeof *t->workers);
     ampi_free(&system, t, 1, sizeof *t);
@@ -6116,39 +6749,30 @@ static void ampi_file_remove(const amp_system *s, const char *path) {
 }
 
 static const char *ampi_file_text(int error) {
-    return error == EFBIG ? "the limit on file sizes (ulimit -f) is reached" : strerror(error);
-}
-
-static uint64_t ampi_posix_random(void) {
-    uint64_t mixed = (uint64_t)ampi_posix_clock(NULL), bits = 0;
-    int fd = open("/dev/urandom", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return mixed ^ (uint64_t)(uintptr_t)&mixed << 32;
-    if (read(fd, &bits, sizeof bits) != (ssize_t)sizeof bits) bits = (uint64_t)(uintptr_t)&mixed << 32;
-    close(fd);
-    return bits ^ mixed;
+    return error == EFBIG ? "the limit on file sizes (ulimit -f) is reached" : ampi_os_error(error);
 }
 
 /* Creates and opens PATH.tmpPID@HOST-RANDOM. */
 static amp_result ampi_temporary_open(const amp_system *s, const char *path, char *name, size_t size, intptr_t *file) {
     char host[32] = "";
     int error, tries = 0;
-    (void)gethostname(host, sizeof host - 1);
+    ampi_os_host(host, sizeof host);
     host[strcspn(host, "/")] = 0;
     do {
-        if (snprintf(name, size, "%s.tmp%ld@%s-%016llx", path, (long)getpid(), host,
-                     (unsigned long long)ampi_posix_random()) >= (int)size)
+        if (snprintf(name, size, "%s.tmp%lld@%s-%016llx", path, (long long)ampi_os_process(), host,
+                     (unsigned long long)ampi_os_random()) >= (int)size)
             return ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic",
                              "the path has %zu bytes, which is too long: use a shorter one", strlen(path));
         error = ampi_file_open(s, name, 3, file);
     } while (error == -EEXIST && ++tries < 100);
     return error == 0 ? AMP_OK
                       : ampi_fail(AMP_ERR_OPEN, "amp_file_write_atomic", "%s: no file could be made beside it: %s",
-                                  path, strerror(-error));
+                                  path, ampi_os_error(-error));
 }
 
 AMP_API amp_result amp_file_write_atomic(const amp_system *system, const char *path, const void *data, size_t bytes) {
     amp_system s = ampi_system(system);
-    char temporary[PATH_MAX];
+    char temporary[AMPI_PATH];
     intptr_t file = -1;
     int64_t n;
     int error = 0;
@@ -6198,7 +6822,7 @@ static amp_result ampi_read_to_end(const amp_system *s, intptr_t file, const cha
     } while (n >= 0 && in_use == *capacity);
     if (n < 0 || in_use < size)
         return ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s at offset %lld", path,
-                         n < 0 ? strerror((int)-n) : "ends early", (long long)in_use);
+                         n < 0 ? ampi_os_error((int)-n) : "ends early", (long long)in_use);
     (*buffer)[in_use] = 0;
     if (in_use + 1 == *capacity || ampi_resize(s, buffer, capacity, in_use + 1)) return AMP_OK;
     return ampi_fail(AMP_ERR_MEMORY, "amp_file_read_all", "%lld bytes for %s", (long long)in_use + 1, path);
@@ -6213,10 +6837,10 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
     int error;
     AMPI_TRY(ampi_need3("amp_file_read_all", path, "path", data, "data", bytes, "bytes"));
     error = ampi_file_open(&s, path, 0, &file);
-    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, strerror(-error));
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_file_read_all", "%s: %s", path, ampi_os_error(-error));
     size = ampi_file_size(&s, file);
     result = size < 0 && size != -ESPIPE
-                 ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, strerror((int)-size))
+                 ? ampi_fail(AMP_ERR_READ, "amp_file_read_all", "%s: %s", path, ampi_os_error((int)-size))
                  : ampi_read_to_end(&s, file, path, size, &buffer, &capacity);
     (void)ampi_file_close(&s, file);
     if (result != AMP_OK) {
@@ -6231,6 +6855,96 @@ AMP_API amp_result amp_file_read_all(const amp_system *system, const char *path,
 AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes) {
     amp_system s = ampi_system(system);
     if (data != NULL) ampi_memory_give(&s, data, bytes + 1);
+}
+
+/* ---- Names that match a pattern.  The answers are those of POSIX's fnmatch with FNM_PERIOD in the C locale: "*", "?",
+   "[a-z]", "[!abc]", "[[:digit:]]", and a backslash before a character that stands for itself.  A leading period is
+   matched by a period only. */
+
+/* Whether a character is of a class such as "digit", in ASCII. */
+static int ampi_is_of_class(const char *name, size_t n, unsigned char c) {
+    const int upper = c >= 'A' && c <= 'Z', lower = c >= 'a' && c <= 'z', digit = c >= '0' && c <= '9';
+    const int graphic = c > 32 && c < 127, hex = digit || (c >= 'A' && c <= 'F') || (c >= 'a' && c <= 'f');
+    const struct { const char *name; int is; } classes[] = {
+        {"alnum", upper || lower || digit}, {"alpha", upper || lower}, {"blank", c == ' ' || c == '\t'},
+        {"cntrl", c < 32 || c == 127}, {"digit", digit}, {"graph", graphic}, {"lower", lower},
+        {"print", graphic || c == ' '}, {"punct", graphic && !upper && !lower && !digit},
+        {"space", c == ' ' || (c >= 9 && c <= 13)}, {"upper", upper}, {"xdigit", hex}
+    };
+    int i, is = 0;
+    for (i = 0; i < (int)(sizeof classes / sizeof *classes); i++)
+        is |= strlen(classes[i].name) == n && strncmp(classes[i].name, name, n) == 0 && classes[i].is;
+    return is;
+}
+
+/* One end of a range in brackets: a character, one after a backslash, or "[.x.]".  Moves past it. */
+static unsigned char ampi_set_bound(const char **at) {
+    const char *p = *at;
+    if (p[0] == '[' && p[1] == '.' && p[2] != 0 && p[3] == '.' && p[4] == ']') {
+        *at += 5;
+        return (unsigned char)p[2];
+    }
+    if (p[0] == '\\' && p[1] != 0) p++;
+    *at = p + 1;
+    return (unsigned char)*p;
+}
+
+/* Whether a character is in the set whose "[" is before p.  *end is set behind the "]", or to NULL where none is.  Then
+   the "[" stands for itself. */
+static int ampi_is_in_set(const char *p, unsigned char c, const char **end) {
+    const int inverted = *p == '!' || *p == '^';
+    const char *first = p += inverted, *close;
+    int is = 0;
+    *end = NULL;
+    while (*p != ']' || p == first) {
+        unsigned char low, high;
+        if (*p == 0) return 0;
+        if (p[0] == '[' && (p[1] == ':' || p[1] == '=') && (close = strchr(p + 2, p[1])) != NULL && close[1] == ']') {
+            is |= p[1] == ':' ? ampi_is_of_class(p + 2, (size_t)(close - p) - 2, c)
+                              : close == p + 3 && c == (unsigned char)p[2];
+            p = close + 2;
+            continue;
+        }
+        low = high = ampi_set_bound(&p);
+        if (p[0] == '-' && p[1] != ']' && p[1] != 0) { p++; high = ampi_set_bound(&p); }
+        is |= low <= c && c <= high;
+    }
+    *end = p + 1;
+    return is != inverted;
+}
+
+/* Whether one character of a name fits the pattern's next element, which is no "*".  *next is set behind that. */
+static int ampi_matches_one(const char *pattern, unsigned char c, const char **next) {
+    *next = pattern + 1;
+    if (*pattern == '?') return 1;
+    if (*pattern == '[') {
+        const char *end;
+        int is = ampi_is_in_set(pattern + 1, c, &end);
+        if (end != NULL) { *next = end; return is; }
+    }
+    if (pattern[0] == '\\') {
+        pattern++;
+        *next = pattern + (*pattern != 0);
+    }
+    return (unsigned char)*pattern == c;
+}
+
+static int ampi_matches(const char *pattern, const char *name) {
+    const char *star = NULL, *from = NULL, *next;
+    if (*name == '.' && (*pattern == '*' || *pattern == '?' || *pattern == '[')) return 0;
+    while (*name != 0) {
+        if (*pattern == '*') { star = ++pattern; from = name; continue; }
+        if (*pattern != 0 && ampi_matches_one(pattern, (unsigned char)*name, &next)) {
+            pattern = next;
+            name++;
+        } else if (star == NULL) return 0;
+        else {                      /* the last "*" takes one character more */
+            pattern = star;
+            name = ++from;
+        }
+    }
+    while (*pattern == '*') pattern++;
+    return *pattern == 0;
 }
 
 /* Read and write element i of an array that may not be aligned. */
@@ -6318,10 +7032,12 @@ static void ampi_probe_x86(amp_cpu_info *cpu) {
 }
 #endif
 
+#if !defined(_WIN32) && !defined(__APPLE__)
 static int64_t ampi_sysconf(int name) {
     long value = sysconf(name);
     return value > 0 ? (int64_t)value : 0;
 }
+#endif
 
 /* Gives the whole pages in a piece of memory back to the system, which fills them with 0 when they are used again.
    Locked and huge pages, which it does not take back, stay as they are. */
@@ -6340,45 +7056,21 @@ static void ampi_discard(void *memory, size_t bytes) {
 static void ampi_discard(void *memory, size_t bytes) { (void)memory; (void)bytes; }
 #endif
 
-/* Bytes of RAM; 0: unknown. */
-static int64_t ampi_probe_memory(void) {
-#if defined(_SC_PHYS_PAGES)
-    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
-#else
-    return 0;
-#endif
-}
-
 /* Reads the beginning of a small file.  The text is "" if there is no such file.  path and ... are as for printf. */
 static AMPI_PRINTF(3, 4) void ampi_file_start(char *text, size_t size, const char *path, ...) {
     char name[1024];
     ampi_sheet sheet = ampi_sheet_of(name, sizeof name);
     va_list args;
-    ssize_t n = -1;
-    int fd;
+    intptr_t file;
+    int64_t n = 0;
     va_start(args, path);
     ampi_print_args(&sheet, path, args);
     va_end(args);
-    fd = sheet.in_use < sizeof name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    if (fd >= 0) { n = read(fd, text, size - 1); close(fd); }
-    text[n > 0 ? n : 0] = 0;
-}
-
-/* Sets the sizes of the data caches that Linux lists. */
-static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
-    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
-    char line[32], *end;
-    int index, level;
-    for (index = 0; index < 16; index++) {
-        long long bytes;
-        ampi_file_start(line, sizeof line, "%s/index%d/level", folder, index);
-        level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
-        ampi_file_start(line, sizeof line, "%s/index%d/type", folder, index);
-        if (level < 0 || line[0] == 'I') continue;
-        ampi_file_start(line, sizeof line, "%s/index%d/size", folder, index);
-        bytes = strtoll(line, &end, 10);
-        if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
+    if (sheet.in_use < sizeof name && ampi_os_open(NULL, name, 0, &file) == 0) {
+        n = ampi_os_read(NULL, file, text, size - 1, 0);
+        (void)ampi_os_close(NULL, file);
     }
+    text[n > 0 ? n : 0] = 0;
 }
 
 /* The number of cores that a text "quota period" grants, rounded up.  0 for "max", -1 and other texts. */
@@ -6392,12 +7084,14 @@ static int32_t ampi_quota(const char *text) {
    /proc/self/cgroup, with lines "number:controllers:path", where version 2 has no controllers.  root is where cgroups
    are mounted. */
 static AMPI_COLD int32_t ampi_quota_cores(const char *list, const char *root) {
-    char text[4096], quota[64], *line, *names, *path, *rest = NULL;
+    char text[4096], quota[64], *line, *next, *names, *path;
     int32_t least = 0, cores;
     ampi_file_start(text, sizeof text, "%s", list);
-    for (line = strtok_r(text, "\n", &rest); line != NULL; line = strtok_r(NULL, "\n", &rest)) {
+    for (line = text; *line != 0; line = next) {
         const char *cpu;
         int length;
+        next = line + strcspn(line, "\n");
+        if (*next != 0) *next++ = 0;
         if ((names = strchr(line, ':')) == NULL || (path = strchr(names + 1, ':')) == NULL) continue;
         *names = *path = ',';
         cpu = strstr(names, ",cpu,");
@@ -6419,21 +7113,78 @@ static AMPI_COLD int32_t ampi_quota_cores(const char *list, const char *root) {
     return least;
 }
 
-static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
-    int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
-    memset(cpu, 0, sizeof *cpu);
-    snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
-    cpu->path = AMP_CPU_SCALAR;
-#if AMPI_X86
-    ampi_probe_x86(cpu);
+/* What the operating system says of bytes of RAM, cores and caches; 0: unknown. */
+#if defined(_WIN32)
+static int64_t ampi_probe_memory(void) {
+    MEMORYSTATUSEX memory;
+    memory.dwLength = sizeof memory;
+    return GlobalMemoryStatusEx(&memory) ? (int64_t)memory.ullTotalPhys : 0;
+}
+static AMPI_COLD void ampi_probe_system(amp_cpu_info *cpu) {
+    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
+    SYSTEM_LOGICAL_PROCESSOR_INFORMATION *rows;
+    DWORD bytes = 0, i;
+    cpu->cores = (int32_t)GetActiveProcessorCount(ALL_PROCESSOR_GROUPS);
+    (void)GetLogicalProcessorInformation(NULL, &bytes);
+    rows = (SYSTEM_LOGICAL_PROCESSOR_INFORMATION *)malloc(bytes > 0 ? bytes : 1);
+    if (rows != NULL && bytes > 0 && GetLogicalProcessorInformation(rows, &bytes))
+        for (i = 0; i < bytes / sizeof *rows; i++) {
+            const CACHE_DESCRIPTOR *c = &rows[i].Cache;
+            if (rows[i].Relationship != RelationCache || c->Type == CacheInstruction || c->Level < 1 || c->Level > 3)
+                continue;
+            if (*caches[c->Level - 1] == 0) *caches[c->Level - 1] = (int64_t)c->Size;
+        }
+    free(rows);
+}
+#elif defined(__APPLE__)
+/* The first of the names that the kernel has a number for. */
+static int64_t ampi_sysctl(const char *name, const char *other) {
+    int64_t value = 0;
+    size_t size = sizeof value;
+    if (sysctlbyname(name, &value, &size, NULL, 0) == 0 && value > 0) return value;
+    return other != NULL ? ampi_sysctl(other, NULL) : 0;
+}
+static int64_t ampi_probe_memory(void) { return ampi_sysctl("hw.memsize", NULL); }
+/* Level 0 are the performance cores, where there are others.  Equal shares of a product would wait for the slower. */
+static AMPI_COLD void ampi_probe_system(amp_cpu_info *cpu) {
+    char name[sizeof cpu->name];
+    size_t size = sizeof name;
+    if (sysctlbyname("machdep.cpu.brand_string", name, &size, NULL, 0) == 0)
+        snprintf(cpu->name, sizeof cpu->name, "%.*s", (int)size, name);
+    cpu->cores = (int32_t)ampi_sysctl("hw.perflevel0.logicalcpu", "hw.logicalcpu");
+    cpu->l1d = ampi_sysctl("hw.perflevel0.l1dcachesize", "hw.l1dcachesize");
+    cpu->l2 = ampi_sysctl("hw.perflevel0.l2cachesize", "hw.l2cachesize");
+    cpu->l3 = ampi_sysctl("hw.perflevel0.l3cachesize", "hw.l3cachesize");
+}
+#else
+/* Sets the sizes of the data caches that Linux lists. */
+static void ampi_probe_caches(amp_cpu_info *cpu, const char *folder) {
+    int64_t *const caches[] = {&cpu->l1d, &cpu->l2, &cpu->l3};
+    char line[32], *end;
+    int index, level;
+    for (index = 0; index < 16; index++) {
+        long long bytes;
+        ampi_file_start(line, sizeof line, "%s/index%d/level", folder, index);
+        level = line[0] >= '1' && line[0] <= '3' ? line[0] - '1' : -1;
+        ampi_file_start(line, sizeof line, "%s/index%d/type", folder, index);
+        if (level < 0 || line[0] == 'I') continue;
+        ampi_file_start(line, sizeof line, "%s/index%d/size", folder, index);
+        bytes = strtoll(line, &end, 10);
+        if (bytes > 0 && bytes < 1 << 30) *caches[level] = bytes << (*end == 'K' ? 10 : *end == 'M' ? 20 : 0);
+    }
+}
+
+static int64_t ampi_probe_memory(void) {
+#if defined(_SC_PHYS_PAGES)
+    return ampi_sysconf(_SC_PHYS_PAGES) * ampi_sysconf(_SC_PAGESIZE);
+#else
+    return 0;
 #endif
+}
+static AMPI_COLD void ampi_probe_system(amp_cpu_info *cpu) {
 #if defined(_SC_NPROCESSORS_ONLN)
     cpu->cores = (int32_t)ampi_sysconf(_SC_NPROCESSORS_ONLN);
 #endif
-    if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
-    if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
-    cpu->cores = AMPI_MAX(cpu->cores, 1);
-    cpu->memory = ampi_probe_memory();
 #if defined(_SC_LEVEL1_DCACHE_SIZE)
     cpu->l1d = ampi_sysconf(_SC_LEVEL1_DCACHE_SIZE);
     cpu->l2 = ampi_sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -6441,6 +7192,22 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
 #endif
     /* The figures of the C library are 0 or wrong on some machines. */
     ampi_probe_caches(cpu, "/sys/devices/system/cpu/cpu0/cache");
+}
+#endif
+
+static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
+    int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
+    memset(cpu, 0, sizeof *cpu);
+    snprintf(cpu->name, sizeof cpu->name, "unknown CPU");
+    cpu->path = AMP_CPU_SCALAR;
+    ampi_probe_system(cpu);
+#if AMPI_X86
+    ampi_probe_x86(cpu);
+#endif
+    if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
+    if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
+    cpu->cores = AMPI_MAX(cpu->cores, 1);
+    cpu->memory = ampi_probe_memory();
 }
 
 /* The CPU is probed once.  Threads that do so at the same time store the same value. */
@@ -8306,7 +9073,7 @@ static amp_result ampi_state_load_own(amp_state **out, const amp_system *system,
     intptr_t file;
     int64_t size;
     int error = ampi_file_open(system, path, 0, &file);
-    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, strerror(-error));
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, "amp_state_load", "%s: %s", path, ampi_os_error(-error));
     size = ampi_file_size(system, file);
     (void)ampi_file_close(system, file);
     if (size == -ESPIPE)
@@ -8578,7 +9345,7 @@ typedef struct ampi_cpu {
     int threads;
     amp_cpu_path path;
     int pooled;                     /* 1: scratch blocks are kept for the next call */
-    pthread_mutex_t lock;           /* guards the pool */
+    ampi_mutex lock;           /* guards the pool */
     struct { void *ptr; size_t bytes; int busy; } pool[AMPI_POOL_BLOCKS];       /* busy 1: in use or being replaced */
     int64_t wall, busy;             /* time of the last telemetry call or of opening; the process's CPU time then */
     int64_t credit, alone_until;    /* atomic; AMPI_CREDIT_NS describes them */
@@ -8619,7 +9386,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
     for (i = 0; i < loop->shares; i++) {
         int32_t s = (thread + i) % loop->shares;
         while ((begin = __atomic_fetch_add(&loop->share[s].next, loop->step, __ATOMIC_RELAXED)) < loop->share[s].end) {
-            if (taken == 0 && number != 0) started = ampi_posix_clock(NULL);
+            if (taken == 0 && number != 0) started = ampi_os_clock(NULL);
             end = AMPI_MIN(begin + loop->step, loop->share[s].end);
             (loop->task)(loop->arg, begin * loop->grain, AMPI_MIN(end * loop->grain, loop->n), thread);
             taken += end - begin;
@@ -8628,7 +9395,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
     ampi_fp_end(host);
     if (taken == 0 || thread >= loop->shares) return;
     loop->share[thread].taken = taken;
-    loop->share[thread].ns = ampi_posix_clock(NULL) - started;
+    loop->share[thread].ns = ampi_os_clock(NULL) - started;
 }
 
 /* Whether threads pay off.  If other programs use the cores, a thread may start too late to find work.  It may also
@@ -8640,7 +9407,7 @@ static void ampi_loop_run(void *arg, int32_t number) {
 enum { AMPI_CREDIT_NS = 4000000, AMPI_REST = 64 };
 
 static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t pieces) {
-    int64_t now = ampi_posix_clock(NULL), credit = __atomic_load_n(&cpu->credit, __ATOMIC_RELAXED);
+    int64_t now = ampi_os_clock(NULL), credit = __atomic_load_n(&cpu->credit, __ATOMIC_RELAXED);
     double alone = 0, pace;
     int32_t i;
     for (i = 0; i < loop->shares; i++) {
@@ -8656,7 +9423,7 @@ static void ampi_loop_account(ampi_cpu *cpu, const ampi_loop *loop, int64_t piec
 
 static int ampi_threads_now(const ampi_cpu *cpu) {
     int64_t until = __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED);
-    return until != 0 && ampi_posix_clock(NULL) < until ? 1 : cpu->threads;
+    return until != 0 && ampi_os_clock(NULL) < until ? 1 : cpu->threads;
 }
 
 /* Runs a loop on the calling thread. */
@@ -8675,7 +9442,7 @@ static void ampi_parallel(ampi_cpu *cpu, int threads, int64_t n, int64_t grain, 
     int32_t i;
     if (n <= 0) return;
     threads = (int)AMPI_MIN(pieces, (int64_t)threads);
-    begin = threads > 1 ? ampi_posix_clock(NULL) : 0;
+    begin = threads > 1 ? ampi_os_clock(NULL) : 0;
     if (threads == 1 || cpu->host.parallel == NULL || begin < __atomic_load_n(&cpu->alone_until, __ATOMIC_RELAXED)) {
         ampi_alone(task, arg, n);
         return;
@@ -8708,7 +9475,7 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
     int best = -1, spare = -1, taken, i;
     void *ptr = NULL;
     size_t had = 0;
-    pthread_mutex_lock(&cpu->lock);
+    ampi_mutex_lock(&cpu->lock);
     for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
         if (cpu->pool[i].busy) continue;
         if (cpu->pool[i].bytes >= bytes && (best < 0 || cpu->pool[i].bytes < cpu->pool[best].bytes)) best = i;
@@ -8721,15 +9488,15 @@ static void *ampi_pool_take(ampi_cpu *cpu, size_t bytes) {
         cpu->pool[taken].busy = 1;
         if (best < 0) { cpu->pool[taken].ptr = NULL; cpu->pool[taken].bytes = 0; }
     }
-    pthread_mutex_unlock(&cpu->lock);
+    ampi_mutex_unlock(&cpu->lock);
     if (best >= 0 || taken < 0) return ptr;
     if (ptr) (cpu->host.free)(cpu->host.user, ptr, had);
     ptr = (cpu->host.alloc)(cpu->host.user, bytes, 64);
-    pthread_mutex_lock(&cpu->lock);
+    ampi_mutex_lock(&cpu->lock);
     cpu->pool[taken].ptr = ptr;
     cpu->pool[taken].bytes = ptr ? bytes : 0;
     cpu->pool[taken].busy = ptr != NULL;
-    pthread_mutex_unlock(&cpu->lock);
+    ampi_mutex_unlock(&cpu->lock);
     return ptr;
 }
 
@@ -8745,10 +9512,10 @@ static void ampi_cpu_release(ampi_cpu *cpu, void *ptr, size_t bytes) {
     int i, found = 0;
     if (ptr == NULL) return;
     if (cpu->pooled) {
-        pthread_mutex_lock(&cpu->lock);
+        ampi_mutex_lock(&cpu->lock);
         for (i = 0; i < AMPI_POOL_BLOCKS && !found; i++)
             if (cpu->pool[i].ptr == ptr) { cpu->pool[i].busy = 0; found = 1; }
-        pthread_mutex_unlock(&cpu->lock);
+        ampi_mutex_unlock(&cpu->lock);
     }
     if (!found) (cpu->host.free)(cpu->host.user, ptr, bytes ? bytes : 1);
 }
@@ -12229,13 +12996,13 @@ static void ampi_update_piece(const ampi_multi_job *job, const amp_k_tensor *row
 static const ampi_moment_map *ampi_moments(ampi_cpu *cpu, const amp_k_tensor *table, int64_t tensors) {
     int64_t i;
     for (i = 0; i < tensors && table[i].moment_dtype != AMP_MOMENTS_8BIT; i++) {}
-    pthread_mutex_lock(&cpu->lock);
+    ampi_mutex_lock(&cpu->lock);
     if (i < tensors && !cpu->has_moments) {
         ampi_moment_map_make(&cpu->moments[0], 0);
         ampi_moment_map_make(&cpu->moments[1], 1);
         cpu->has_moments = 1;
     }
-    pthread_mutex_unlock(&cpu->lock);
+    ampi_mutex_unlock(&cpu->lock);
     return cpu->moments;
 }
 
@@ -12319,16 +13086,11 @@ static amp_result ampi_cpu_rule(void *dev, const amp_k_rule *args, void *stream)
 /* ---- The runtime of the CPU backend.  Its memory is ordinary memory.  Calls return when their work is done.
    So every event is done once it is recorded, and synchronizing a stream does nothing. */
 
-static int64_t ampi_cpu_time(void) {
-    struct timespec t;
-    return clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t) == 0 ? (int64_t)t.tv_sec * 1000000000 + t.tv_nsec : 0;
-}
-
 static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_backend_desc *desc) {
     ampi_cpu *cpu = (ampi_cpu *)(host->alloc)(host->user, sizeof *cpu, 64);
     if (cpu == NULL) return ampi_fail(AMP_ERR_MEMORY, "amp_open", "%zu bytes for the CPU backend", sizeof *cpu);
     memset(cpu, 0, sizeof *cpu);
-    if (pthread_mutex_init(&cpu->lock, NULL) != 0) {
+    if (ampi_mutex_init(&cpu->lock) != 0) {
         (host->free)(host->user, cpu, sizeof *cpu);
         return ampi_fail(AMP_ERR_THREAD, "amp_open", "the CPU backend's mutex could not be made");
     }
@@ -12337,8 +13099,8 @@ static amp_result ampi_cpu_open(void **dev, const amp_host *host, const amp_back
     cpu->threads = desc->threads;
     cpu->path = desc->cpu_path;
     cpu->credit = AMPI_CREDIT_NS;
-    cpu->wall = ampi_posix_clock(NULL);
-    cpu->busy = ampi_cpu_time();
+    cpu->wall = ampi_os_clock(NULL);
+    cpu->busy = ampi_os_cpu_time();
     *dev = cpu;
     return AMP_OK;
 }
@@ -12349,7 +13111,7 @@ static void ampi_cpu_close(void *dev) {
     int i;
     for (i = 0; i < AMPI_POOL_BLOCKS; i++)
         if (cpu->pool[i].ptr) (host.free)(host.user, cpu->pool[i].ptr, cpu->pool[i].bytes);
-    pthread_mutex_destroy(&cpu->lock);
+    ampi_mutex_destroy(&cpu->lock);
     (host.free)(host.user, dev, sizeof(ampi_cpu));
 }
 
@@ -12401,14 +13163,14 @@ static amp_result ampi_cpu_memory(void *dev, amp_memory_info *out) {
    since the last call, or since the backend was opened. */
 static amp_result ampi_cpu_telemetry(void *dev, amp_telemetry *out) {
     ampi_cpu *cpu = (ampi_cpu *)dev;
-    int64_t wall = ampi_posix_clock(NULL), busy = ampi_cpu_time();
+    int64_t wall = ampi_os_clock(NULL), busy = ampi_os_cpu_time();
     double had;
-    pthread_mutex_lock(&cpu->lock);
+    ampi_mutex_lock(&cpu->lock);
     had = (double)(wall - cpu->wall) * cpu->threads;
     out->utilization = had > 0 ? (float)AMPI_MIN((double)(busy - cpu->busy) / had, 1.0) : -1.0f;
     cpu->wall = wall;
     cpu->busy = busy;
-    pthread_mutex_unlock(&cpu->lock);
+    ampi_mutex_unlock(&cpu->lock);
     out->memory_utilization = out->temperature = out->power = -1;
     return AMP_OK;
 }
@@ -12425,7 +13187,7 @@ static amp_result ampi_cpu_event_create(void *dev, void **event, int32_t timed) 
 static void ampi_cpu_event_destroy(void *dev, void *event) { ampi_cpu_free(dev, event, sizeof(int64_t)); }
 static amp_result ampi_cpu_event_record(void *dev, void *event, void *stream) {
     (void)dev; (void)stream;
-    *(int64_t *)event = ampi_posix_clock(NULL);
+    *(int64_t *)event = ampi_os_clock(NULL);
     return AMP_OK;
 }
 static amp_result ampi_cpu_event_wait(void *dev, void *event, void *stream) {
@@ -12453,14 +13215,14 @@ static amp_result ampi_cpu_trim(void *dev) {
     for (i = 0; i < AMPI_POOL_BLOCKS; i++) {
         void *ptr = NULL;
         size_t had = 0;
-        pthread_mutex_lock(&cpu->lock);
+        ampi_mutex_lock(&cpu->lock);
         if (!cpu->pool[i].busy) {
             ptr = cpu->pool[i].ptr;
             had = cpu->pool[i].bytes;
             cpu->pool[i].ptr = NULL;
             cpu->pool[i].bytes = 0;
         }
-        pthread_mutex_unlock(&cpu->lock);
+        ampi_mutex_unlock(&cpu->lock);
         if (ptr) (cpu->host.free)(cpu->host.user, ptr, had);
     }
     return AMP_OK;
@@ -12615,7 +13377,7 @@ typedef struct ampi_cache_entry {
     amp_dtype dtype;
     ampi_pack_kind kind;
     int users;                      /* calls that write or read it; it is not evicted meanwhile */
-    int writing; pthread_t by;      /* 1: this thread writes it, others wait */
+    int writing; ampi_thread_id by;      /* 1: this thread writes it, others wait */
     int not_used;                     /* 1: written by an optimizer, not used since */
     int recorded;                   /* 1: the graph being captured writes it */
     /* 1: a live graph reads it but does not write it, so it must be up to date for launches */
@@ -12633,7 +13395,7 @@ typedef struct ampi_fp8_table {
     struct ampi_fp8_table *next;
     uint64_t ids[AMPI_FP8_WEIGHTS];
     const void *steppers[AMPI_FP8_WEIGHTS];
-    pthread_t users[AMPI_FP8_WEIGHTS];
+    ampi_thread_id users[AMPI_FP8_WEIGHTS];
     amp_k_fp8_slot *slots;          /* on the device, with amax and history behind them; history NULL: not DELAYED */
     uint32_t *amax, *history;
 } ampi_fp8_table;
@@ -12644,7 +13406,7 @@ typedef struct ampi_mask_entry {
     uint64_t hash, last_use;
     amp_mask_kind kind;
     int users;
-    int writing; pthread_t by;
+    int writing; ampi_thread_id by;
     void *data;
     int64_t bytes;
 } ampi_mask_entry;
@@ -12737,8 +13499,8 @@ struct amp_context {
     /* Guards everything below.  THE LOCK RULE: the program's code (logger, allocator, reducer, callbacks, amp_system)
        or a backend is never called with a lock held, anywhere.  The called code might call amp.h again, or fail and
        log. */
-    pthread_mutex_t lock;
-    pthread_cond_t written;         /* a copy or mask has been written, or cannot be */
+    ampi_mutex lock;
+    ampi_cond written;         /* a copy or mask has been written, or cannot be */
     ampi_block *blocks; int64_t n_blocks, block_capacity;   /* the capacity is a power of two */
     int64_t allocated, peak, part_bytes[AMPI_PARTS];
     int64_t taken, taken_peak;      /* CPU memory of the backend, with scratch; changed atomically */
@@ -12748,7 +13510,7 @@ struct amp_context {
     amp_cache_info cache_info;
     int regions;                    /* open on all threads; changed atomically */
     /* its destructor ends regions that a thread left open; created with the first region */
-    pthread_key_t thread_key; int has_key;
+    ampi_thread_key thread_key; int has_key;
     ampi_gradient_watch *watches;   /* of gradients; changed with the lock held, and atomically */
     int32_t gathers;                /* watches whose weights are being gathered, or are not whole; atomic */
     ampi_scale *scales;             /* of scalers; changed with the lock held, the head also atomically */
@@ -12783,11 +13545,11 @@ struct amp_context {
     int path_given, dtype_given;    /* 1: the program chose .cpu_path, .dtype */
     int path_adopted;               /* 1: the path is another machine's; the dtype of auto does not change */
     amp_dtype auto_dtype;           /* the dtype that auto chose at opening; 0: auto was not used */
-    pid_t process;                  /* the process that opened it */
+    int64_t process;                  /* the process that opened it */
     int own_sets;                   /* sets made by amp_grad_set_create */
     int seated;                     /* 1: it is one of the amp_ranks of .reducer */
     amp_reducer on_device;          /* .reduce_on_device: the backend's; reduce NULL: none */
-    pthread_t opener;               /* the thread that opened it */
+    ampi_thread_id opener;               /* the thread that opened it */
     int roll_called; char roll[160];        /* the state of the ranks when on_device failed */
 };
 
@@ -12891,10 +13653,10 @@ static void ampi_capture_begin(amp_context *amp, ampi_object *graph) {
 static uint64_t ampi_capture_end(amp_context *amp) {
     uint64_t taken = amp->random_offset - amp->capture_random;
     int64_t i;
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     for (i = 0; i < amp->n_cache; i++)
         if (amp->cache[i].recorded) { amp->cache[i].version = UINT64_MAX; amp->cache[i].recorded = 0; }
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
     amp->random_offset = amp->capture_random;
     amp->capture = NULL;
     return taken;
@@ -12902,9 +13664,9 @@ static uint64_t ampi_capture_end(amp_context *amp) {
 static void ampi_graph_left(amp_context *amp) {
     int64_t i;
     if (--amp->graphs > 0) return;
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     for (i = 0; i < amp->n_cache; i++) amp->cache[i].in_graph = 0;
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
 }
 /* The address that a graph reads its first random offset from, and the present value. */
 static uint64_t *ampi_random_cell(const amp_context *amp, uint64_t *offset) {
@@ -12951,25 +13713,25 @@ static void ampi_precision_set(amp_context *amp, const ampi_precision *p) {
 /* Scales.  A scaler enters its scale, calls ampi_scale_moved when the value may have changed, and takes the scale away.
    id: AMPI_UNSCALED, an id that the scale had before, or 0 for a new id. */
 static void ampi_scale_moved(amp_context *amp, ampi_scale *s, uint64_t id) {
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     s->id = id != 0 ? id : ampi_serial();
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
     __atomic_add_fetch(&amp->rescaled, 1, __ATOMIC_RELEASE);
 }
 static void ampi_scale_enter(amp_context *amp, ampi_scale *s, const float *at, uint64_t id) {
     s->at = at;
     ampi_scale_moved(amp, s, id);
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     s->next = amp->scales;
     __atomic_store_n(&amp->scales, s, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
 }
 static void ampi_scale_leave(amp_context *amp, const ampi_scale *s) {
     ampi_scale **link = &amp->scales;
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     while (*link != NULL && *link != s) link = &(*link)->next;
     if (*link != NULL) __atomic_store_n(link, s->next, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
 }
 /* The id of the scale that a loss reads at this address.  It is 0 for a number of the program that is not the scale of
    a scaler. */
@@ -12978,10 +13740,10 @@ static uint64_t ampi_scale_at(amp_context *amp, const float *at) {
     uint64_t id = 0;
     if (at == NULL) return AMPI_UNSCALED;
     if (__atomic_load_n(&amp->scales, __ATOMIC_ACQUIRE) == NULL) return 0;
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     for (s = amp->scales; s != NULL && s->at != at; s = s->next) {}
     if (s != NULL) id = s->id;
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
     return id;
 }
 static uint64_t ampi_rescaled(const amp_context *amp) { return __atomic_load_n(&amp->rescaled, __ATOMIC_ACQUIRE); }
@@ -13059,17 +13821,17 @@ static amp_result ampi_may_exchange(amp_context *amp, const char *function) {
     return ampi_fail(AMP_ERR_STATE, function, "gradients are being summed over the ranks: call amp_step first");
 }
 static void ampi_watch_gradients(amp_context *amp, ampi_gradient_watch *w) {
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     w->next = amp->watches;
     __atomic_store_n(&amp->watches, w, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
 }
 static void ampi_unwatch_gradients(amp_context *amp, ampi_gradient_watch *w) {
     ampi_gradient_watch **link = &amp->watches;
-    pthread_mutex_lock(&amp->lock);
+    ampi_mutex_lock(&amp->lock);
     while (*link != NULL && *link != w) link = &(*link)->next;
     if (*link != NULL) __atomic_store_n(link, w->next, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&amp->lock);
+    ampi_mutex_unlock(&amp->lock);
 }
 /* Whether a registered parameter's gradient is live.  clear: makes all of them not live. */
 static int ampi_live_gradients(amp_context *amp, int clear) {
@@ -13093,8 +13855,8 @@ static const amp_system *ampi_context_system(const amp_context *amp) { return &a
 static const amp_desc *ampi_settings(const amp_context *amp) { return &amp->desc; }
 static amp_dtype ampi_dtype(const amp_context *amp) { return amp->choice.dtype; }
 
-static void ampi_lock(const amp_context *amp) { pthread_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
-static void ampi_unlock(const amp_context *amp) { pthread_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
+static void ampi_lock(const amp_context *amp) { ampi_mutex_lock(&((amp_context *)(uintptr_t)amp)->lock); }
+static void ampi_unlock(const amp_context *amp) { ampi_mutex_unlock(&((amp_context *)(uintptr_t)amp)->lock); }
 static int64_t ampi_new_inf(const amp_context *amp, char where[80]) {
     int64_t n;
     ampi_lock(amp);
@@ -13142,9 +13904,9 @@ static void ampi_context_hold(amp_context *amp) { __atomic_add_fetch(&amp->holde
 static void ampi_context_let_go(amp_context *amp) {
     amp_system system = amp->system;
     if (__atomic_sub_fetch(&amp->holders, 1, __ATOMIC_ACQ_REL) > 0) return;
-    if (amp->has_key) pthread_key_delete(amp->thread_key);
-    pthread_cond_destroy(&amp->written);
-    pthread_mutex_destroy(&amp->lock);
+    if (amp->has_key) ampi_thread_key_delete(amp->thread_key);
+    ampi_cond_destroy(&amp->written);
+    ampi_mutex_destroy(&amp->lock);
     ampi_free(&system, amp, 1, sizeof *amp);
 }
 
@@ -13237,6 +13999,7 @@ static int ampi_log_count(amp_context *amp, int id) {
 static const char ampi_logger_text[] = "the logger";
 static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, const char *text) {
     const amp_logger *logger = &amp->desc.logger;
+    char line[640];
     int count;
     if (level > logger->level || logger->level == AMP_LOG_OFF) return;
     if (logger->write != NULL) {
@@ -13244,9 +14007,10 @@ static void ampi_log_text(const amp_context *amp, amp_log_level level, int id, c
         return;
     }
     count = level <= AMP_LOG_WARNING ? ampi_log_count((amp_context *)(uintptr_t)amp, id) : 1;
-    if (count <= AMPI_LOG_REPEATS)
-        fprintf(stderr, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
-                count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
+    if (count > AMPI_LOG_REPEATS) return;
+    snprintf(line, sizeof line, "amp %s %d: %s%s\n", ampi_log_word(level), id, text,
+             count == AMPI_LOG_REPEATS ? " (not repeated further)" : "");
+    ampi_os_say(line);
 }
 
 static AMPI_PRINTF(4, 5) void ampi_log(const amp_context *amp, amp_log_level level, int id, const char *format, ...) {
@@ -13290,7 +14054,7 @@ static amp_result ampi_roll_call(amp_context *amp, const char *text) {
     const char *why = NULL;
     float here = 0;
     int code;
-    if (!amp->roll_called && (!r->one_thread || pthread_equal(amp->opener, pthread_self()))) {
+    if (!amp->roll_called && (!r->one_thread || ampi_thread_is(amp->opener, ampi_thread_self()))) {
         amp->roll_called = 1;
         AMPI_CALLOUT(ampi_reducer_text, code = (r->reduce)(r->user, &here, 1, AMP_F32, AMP_REDUCE_MAX, NULL));
         why = code == 0 ? "all ranks answer" : ampi_reducer_why(r);
@@ -13641,9 +14405,9 @@ static amp_result ampi_open_device(amp_context *amp) {
 
 /* Creates the context's mutex and condition.  1: both exist. */
 static int ampi_open_locks(amp_context *amp) {
-    if (pthread_mutex_init(&amp->lock, NULL) != 0) return 0;
-    if (pthread_cond_init(&amp->written, NULL) == 0) return 1;
-    pthread_mutex_destroy(&amp->lock);
+    if (ampi_mutex_init(&amp->lock) != 0) return 0;
+    if (ampi_cond_init(&amp->written) == 0) return 1;
+    ampi_mutex_destroy(&amp->lock);
     return 0;
 }
 
@@ -13683,8 +14447,8 @@ AMP_API AMPI_COLD amp_result amp_open_abi(amp_context **out, const amp_desc *des
     amp->product.a_dtype = amp->product.b_dtype = amp->product.c_dtype = AMP_F32;
     amp->serial = amp->decisions = amp->stepped = ampi_serial();
     amp->holders = 1;
-    amp->process = getpid();
-    amp->opener = pthread_self();
+    amp->process = ampi_os_process();
+    amp->opener = ampi_thread_self();
     amp->host.user = amp;
     amp->host.fail = ampi_host_fail;
     amp->host.log = ampi_host_log;
@@ -13738,7 +14502,7 @@ static void ampi_close_device(amp_context *amp) {
 AMP_API AMPI_COLD void amp_close(amp_context *amp) {
     const amp_system *system;
     /* in a child of fork(), locks may be held, and the device belongs to the parent */
-    if (amp == NULL || amp->process != getpid()) return;
+    if (amp == NULL || amp->process != ampi_os_process()) return;
     if (ampi_may_destroy(amp, "amp_close", "context", amp->serial, AMPI_STACK) != AMP_OK) return;
     if (__atomic_exchange_n(&amp->closed, 1, __ATOMIC_ACQ_REL)) return;
     system = &amp->system;
@@ -14219,10 +14983,10 @@ AMP_API amp_dtype amp_param_dtype(const amp_context *amp, int32_t is_norm) {
 /* Whether this thread is writing a cached copy or a mask, and so this is a call from within, for example from the
    program's allocator.  It must not wait for another entry then.  Called with the lock held. */
 static int ampi_is_writing(const amp_context *amp) {
-    pthread_t me = pthread_self();
+    ampi_thread_id me = ampi_thread_self();
     int64_t i;
-    for (i = 0; i < amp->n_cache; i++) if (amp->cache[i].writing && pthread_equal(amp->cache[i].by, me)) return 1;
-    for (i = 0; i < amp->n_masks; i++) if (amp->masks[i].writing && pthread_equal(amp->masks[i].by, me)) return 1;
+    for (i = 0; i < amp->n_cache; i++) if (amp->cache[i].writing && ampi_thread_is(amp->cache[i].by, me)) return 1;
+    for (i = 0; i < amp->n_masks; i++) if (amp->masks[i].writing && ampi_thread_is(amp->masks[i].by, me)) return 1;
     return 0;
 }
 
@@ -14439,14 +15203,14 @@ static amp_result ampi_mask_claim(amp_context *amp, ampi_mask_entry *e) {
             return ampi_fail(AMP_ERR_STATE, "amp_mask_get",
                              "called from a callback of a call that is writing a mask or cast; it must not wait");
         }
-        pthread_cond_wait(&amp->written, &amp->lock);
+        ampi_cond_wait(&amp->written, &amp->lock);
         ampi_unlock(amp);
     }
     at = &amp->masks[i];
     if (i < amp->n_masks) amp->mask_info.hits++;
     else {
         e->writing = 1;
-        e->by = pthread_self();
+        e->by = ampi_thread_self();
         *at = *e;
         amp->n_masks++;
         ampi_listen(amp, ampi_masks_hear);
@@ -14483,7 +15247,7 @@ static void ampi_mask_written(amp_context *amp, const ampi_mask_entry *e, amp_re
         amp->mask_info.bytes += e->bytes;
         amp->mask_info.misses++;
     } else amp->masks[i] = amp->masks[--amp->n_masks];
-    pthread_cond_broadcast(&amp->written);
+    ampi_cond_broadcast(&amp->written);
     ampi_unlock(amp);
     if (result == AMP_OK) return;
     amp_free(amp, e->data);
@@ -14865,7 +15629,7 @@ static void ampi_autocast_hear(amp_context *amp, ampi_notice notice, uint64_t id
 }
 
 /* Ends a thread's regions when the thread ends. */
-static void ampi_thread_left(void *value) {
+static void AMPI_KEY_CALL ampi_thread_left(void *value) {
     (void)value;
     while (ampi_thread.regions > 0) ampi_region_drop();
 }
@@ -14873,13 +15637,13 @@ static void ampi_thread_left(void *value) {
 static amp_result ampi_region_key(amp_context *amp, const char *function) {
     int error = 0;
     ampi_lock(amp);
-    if (!amp->has_key) error = pthread_key_create(&amp->thread_key, ampi_thread_left);
+    if (!amp->has_key) error = ampi_thread_key_create(&amp->thread_key, ampi_thread_left);
     ampi_listen(amp, ampi_autocast_hear);
     if (error == 0) __atomic_store_n(&amp->has_key, 1, __ATOMIC_RELEASE);
     ampi_unlock(amp);
     return error == 0 ? AMP_OK
                       : ampi_fail(AMP_ERR_THREAD, function, "no thread-specific key for this context (%s): contexts "
-                                  "that are not used must be closed first", strerror(error));
+                                  "that are not used must be closed first", ampi_os_error(error));
 }
 
 static amp_result ampi_region_push(amp_context *amp, const char *function, const amp_autocast_desc *desc,
@@ -14892,8 +15656,8 @@ static amp_result ampi_region_push(amp_context *amp, const char *function, const
         return ampi_fail(AMP_ERR_STATE, function, "%d regions are open on this thread, the limit: call "
                          "amp_autocast_end or amp_recompute_end for each", AMPI_REGION_DEPTH);
     if (!__atomic_load_n(&amp->has_key, __ATOMIC_ACQUIRE)) AMPI_TRY(ampi_region_key(amp, function));
-    error = pthread_setspecific(amp->thread_key, amp);
-    if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", strerror(error));
+    error = ampi_thread_key_set(amp->thread_key, amp);
+    if (error != 0) return ampi_fail(AMP_ERR_THREAD, function, "pthread_setspecific: %s", ampi_os_error(error));
     region = &ampi_regions.at[ampi_thread.regions++];
     region->amp = amp;
     region->desc = own;
@@ -15391,7 +16155,7 @@ static void ampi_fp8_settle(amp_context *amp, uint64_t id, ampi_fp8_table **tabl
     (*table)->ids[*at] = theirs == NULL ? id : 0;
     if (theirs != NULL) { *table = theirs; *at = there; }
     (*table)->steppers[*at] = ampi_fp8_stepper(amp, id);
-    (*table)->users[*at] = pthread_self();
+    (*table)->users[*at] = ampi_thread_self();
     ampi_unlock(amp);
 }
 /* Finds the place of a weight, or gives a new place to a weight that has none.  use 1: this thread uses its layer. */
@@ -15402,7 +16166,7 @@ static amp_result ampi_fp8_place(amp_context *amp, uint64_t id, int use, ampi_fp
         ampi_lock(amp);
         *table = ampi_fp8_find(amp, id, at);
         is_new = *table == NULL;
-        if (!is_new && use) (*table)->users[*at] = pthread_self();
+        if (!is_new && use) (*table)->users[*at] = ampi_thread_self();
         if (is_new && (*table = ampi_fp8_find(amp, 0, at)) != NULL) (*table)->ids[*at] = AMPI_FP8_TAKEN;
         ampi_unlock(amp);
         if (*table != NULL) break;
@@ -15468,7 +16232,7 @@ static uint64_t ampi_fp8_due(const amp_context *amp, const ampi_fp8_table *t, co
     int i;
     ampi_lock(amp);
     for (i = 0; i < AMPI_FP8_WEIGHTS; i++) {
-        int here = t->steppers[i] == NULL ? pthread_equal(t->users[i], pthread_self()) : t->steppers[i] == stepper;
+        int here = t->steppers[i] == NULL ? ampi_thread_is(t->users[i], ampi_thread_self()) : t->steppers[i] == stepper;
         if (t->ids[i] > AMPI_FP8_TAKEN && here) due |= (uint64_t)1 << i;
     }
     ampi_unlock(amp);
@@ -15902,7 +16666,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
             if (amp->cache[i].id == p->id && amp->cache[i].dtype == dtype && amp->cache[i].kind == kind) break;
         if (i == amp->n_cache || !amp->cache[i].writing) break;
         if (ampi_is_writing(amp)) { ampi_unlock(amp); return AMP_OK; }
-        pthread_cond_wait(&amp->written, &amp->lock);
+        ampi_cond_wait(&amp->written, &amp->lock);
         ampi_unlock(amp);
     }
     at = &amp->cache[i];
@@ -15917,7 +16681,7 @@ static amp_result ampi_cache_claim(amp_context *amp, const amp_param *p, amp_dty
     at->users++;
     at->last_use = ++amp->clock;
     at->writing = at->data == NULL || at->version != p->version || refresh;
-    at->by = pthread_self();
+    at->by = ampi_thread_self();
     at->not_used = 0;
     if (amp->capture != NULL && at->writing) at->recorded = 1;
     else if (amp->capture != NULL && !at->recorded) at->in_graph = 1;
@@ -15962,7 +16726,7 @@ static void ampi_cache_made(amp_context *amp, const ampi_cache_entry *e, amp_res
         at->users--;
     }
     if (at->data == NULL) *at = amp->cache[--amp->n_cache];
-    pthread_cond_broadcast(&amp->written);
+    ampi_cond_broadcast(&amp->written);
     ampi_unlock(amp);
     if (result != AMP_OK) ampi_cache_free_dropped(amp);
 }
@@ -18950,7 +19714,7 @@ struct amp_tape {
     ampi_object object;
     amp_tape_desc desc;
     ampi_tape_state state;
-    pthread_t thread;               /* that began the step; changed with the context's lock held */
+    ampi_thread_id thread;               /* that began the step; changed with the context's lock held */
     int foreign;                    /* 1: another thread made a call during the step; changed atomically */
     int depth;                      /* the thread's open regions at amp_tape_begin, with the tape's region */
     int running;                    /* 0: no run; AMPI_TELLS: grad_ready is running; AMPI_RUNS: other parts of a run,
@@ -19319,7 +20083,7 @@ static amp_result ampi_tape_may_record(amp_tape *t, const char *f) {
         return ampi_fail(AMP_ERR_STATE, f, "the forward has run: call amp_tape_backward, or amp_tape_begin");
     if (t->state != AMPI_TAPE_RECORDING)
         return ampi_fail(AMP_ERR_STATE, f, "nothing is being recorded: call amp_tape_begin first");
-    if (pthread_equal(pthread_self(), t->thread)) return AMP_OK;
+    if (ampi_thread_is(ampi_thread_self(), t->thread)) return AMP_OK;
     __atomic_store_n(&t->foreign, 1, __ATOMIC_RELAXED);
     return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a separate tape");
 }
@@ -20975,7 +21739,7 @@ AMP_API amp_result amp_tape_forward(amp_tape *tape, amp_value loss, const float 
 /* Does the second half of a step, after amp_tape_forward. */
 static amp_result ampi_tape_second_half(amp_tape *t, const char *f, amp_value loss, const float *grad_scale) {
     AMPI_TRY(ampi_alive(&t->object, f));
-    if (!pthread_equal(pthread_self(), t->thread))
+    if (!ampi_thread_is(ampi_thread_self(), t->thread))
         return ampi_fail(AMP_ERR_STATE, f, "another thread began this step: each thread must have a separate tape");
     if (ampi_tape_find(t, loss) != t->loss)
         return ampi_fail(AMP_ERR_RANGE, f, "loss is not that of amp_tape_forward: pass the same to both");
@@ -21021,7 +21785,7 @@ static int ampi_tape_waits(amp_context *amp, const amp_model *model) {
     ampi_lock(amp);
     for (o = amp->objects; o != NULL && !waits; o = o->next) {
         const amp_tape *t = (const amp_tape *)(const void *)o;
-        if (strcmp(o->kind, "tape") != 0 || !pthread_equal(t->thread, pthread_self())) continue;
+        if (strcmp(o->kind, "tape") != 0 || !ampi_thread_is(t->thread, ampi_thread_self())) continue;
         if (t->state != AMPI_TAPE_HALF && (model == NULL || t->state != AMPI_TAPE_RECORDING)) continue;
         waits = model == NULL;
         for (i = 0; i < t->n && model != NULL && !waits; i++)
@@ -21042,7 +21806,7 @@ static int ampi_tape_runs(amp_context *amp, amp_param *const *params, int64_t n)
     ampi_lock(amp);
     for (o = amp->objects; o != NULL && c != NULL && !runs; o = o->next) {
         const amp_tape *t = (const amp_tape *)(const void *)o;
-        if (strcmp(o->kind, "tape") != 0 || !pthread_equal(t->thread, pthread_self()) || !t->running) continue;
+        if (strcmp(o->kind, "tape") != 0 || !ampi_thread_is(t->thread, ampi_thread_self()) || !t->running) continue;
         runs = t->running == AMPI_RUNS;
         for (k = t->told + 1; k < t->n_finals && !runs; k++)
             for (i = 0; i < n; i++) runs |= params[i] == t->finals[k].param;
@@ -21161,14 +21925,14 @@ AMP_API AMPI_COLD void amp_tape_destroy(amp_tape *tape) {
     if (tape == NULL || ampi_may_destroy(tape->object.amp, "amp_tape_destroy", "tape", tape->object.made,
                                          AMPI_STACK) != AMP_OK)
         return;
-    if (tape->running && !pthread_equal(pthread_self(), tape->thread)) {
+    if (tape->running && !ampi_thread_is(ampi_thread_self(), tape->thread)) {
         (void)ampi_fail(AMP_ERR_STATE, "amp_tape_destroy",
                         "the tape is running on another thread, so it stays: call this when it has ended");
         ampi_log(tape->object.amp, AMP_LOG_WARNING, 1090, "%s", strchr(ampi_error_text, ' ') + 1);
         return;
     }
     if (tape->state == AMPI_TAPE_RECORDING && !ampi_is_stopped(&tape->object)) {
-        int here = pthread_equal(pthread_self(), tape->thread) != 0;
+        int here = ampi_thread_is(ampi_thread_self(), tape->thread) != 0;
         if (here) (void)ampi_tape_close(tape, "amp_tape_destroy");
         ampi_log(tape->object.amp, AMP_LOG_WARNING, 1048,
                  "amp_tape_destroy: the tape was recording; nothing ran, and %s",
@@ -21195,9 +21959,9 @@ AMP_API amp_result amp_tape_begin(amp_tape *tape, const amp_autocast_desc *regio
                          "the tape is recording already: call amp_tape_backward or amp_tape_finish first");
     AMPI_TRY(ampi_as("amp_tape_begin", amp_autocast_begin(tape->object.amp, region)));
     if (tape->state == AMPI_TAPE_HALF) ampi_tape_give_up(tape, "amp_tape_begin");
-    if (!pthread_equal(tape->thread, pthread_self())) {
+    if (!ampi_thread_is(tape->thread, ampi_thread_self())) {
         ampi_lock(tape->object.amp);
-        tape->thread = pthread_self();
+        tape->thread = ampi_thread_self();
         ampi_unlock(tape->object.amp);
     }
     tape->state = AMPI_TAPE_RECORDING;
@@ -21846,7 +22610,7 @@ struct amp_optimizer {
 struct amp_graph {
     ampi_object object;
     amp_context *amp;
-    pthread_t thread;               /* the thread that captures */
+    ampi_thread_id thread;               /* the thread that captures */
     void *exec;                     /* the backend's; NULL while capturing */
     uint64_t settings_version;
     uint64_t random;                /* random numbers per launch */
@@ -22136,7 +22900,7 @@ struct ampi_buckets {
     int threaded, recorded, sorted; /* recorded: a whole cycle was seen, so .expected is known */
     int64_t *turns, added;          /* room to exchange .turn; operators that added, until buckets are sorted */
     void *stream, *finished;        /* a device's stream and event */
-    pthread_mutex_t lock; pthread_cond_t changed;   /* guard all below, .added, .waiting, .seen and .turn */
+    ampi_mutex lock; ampi_cond changed;   /* guard all below, .added, .waiting, .seen and .turn */
     int locks, launching, started, closing;
     int32_t process;                /* ampi_forks when the thread was started */
     void *thread;
@@ -22158,12 +22922,12 @@ static amp_k_tensor *ampi_whole_row(const amp_grad_set *set, int64_t i) {
 static void ampi_buckets_recount(ampi_buckets *b) {
     int64_t i;
     if (b == NULL) return;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     for (i = 0; i < b->n; i++) b->all[i].waiting = b->all[i].n;
     for (i = 0; i < b->set->n; i++) b->rows[i].seen = 0;
     b->posted = b->done = b->ran = 0;
     __atomic_store_n(&b->watch.away, 0, __ATOMIC_RELEASE);
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
 }
 
 static void ampi_set_unlink(amp_grad_set *set) {
@@ -24680,7 +25444,7 @@ AMP_API amp_result amp_graph_begin(amp_context *amp) {
     AMPI_TRY(ampi_object_create(amp, f, (void **)&graph, sizeof *graph, "graph", ampi_graph_stop));
     graph->object.unfinished = 1;
     graph->amp = amp;
-    graph->thread = pthread_self();
+    graph->thread = ampi_thread_self();
     graph->settings_version = ampi_settings_version(amp);      /* a later change would reach only a part of the graph */
     ampi_capture_begin(amp, &graph->object);
     result = ampi_as(f, (backend->graph_begin)(dev, stream));
@@ -24788,7 +25552,7 @@ static amp_result ampi_graph_end(amp_context *amp, amp_graph **out) {
     backend = ampi_backend(amp, &dev, &stream);
     graph = (amp_graph *)ampi_capture(amp);
     if (graph == NULL) return ampi_fail(AMP_ERR_STATE, f, "call amp_graph_begin first");
-    if (!pthread_equal(graph->thread, pthread_self()))
+    if (!ampi_thread_is(graph->thread, ampi_thread_self()))
         return ampi_fail(AMP_ERR_STATE, f, "another thread called amp_graph_begin: it must end the capture too");
     AMPI_TRY(ampi_graph_note_rows(graph, f));       /* after a failure the capture continues and can be ended */
     graph->random = ampi_capture_end(amp);
@@ -25928,8 +26692,8 @@ typedef struct ampi_seat {
 struct amp_ranks {
     amp_system system;
     uint64_t made;                  /* a serial */
-    pthread_mutex_t lock;           /* guards the rest, except a seat's call, which its rank sets before a meeting */
-    pthread_cond_t met;
+    ampi_mutex lock;           /* guards the rest, except a seat's call, which its rank sets before a meeting */
+    ampi_cond met;
     int32_t world, timeout_ms, arrived, holders;        /* holders: the owner and open contexts */
     uint64_t meetings;
     int agreed;                     /* 1: the last meeting was whole, and nothing broken */
@@ -25944,7 +26708,7 @@ static AMPI_PRINTF(2, 3) void ampi_ranks_break(amp_ranks *r, const char *format,
     va_start(args, format);
     if (s.size > 0) ampi_print_args(&s, format, args);
     va_end(args);
-    pthread_cond_broadcast(&r->met);
+    ampi_cond_broadcast(&r->met);
 }
 
 /* Whether one rank writes memory that the other reads or writes. */
@@ -25977,11 +26741,11 @@ static void ampi_ranks_compare(amp_ranks *r) {
    early. */
 static int ampi_ranks_meet(ampi_seat *seat, int done) {
     amp_ranks *r = seat->ranks;
-    int64_t deadline = done ? INT64_MAX : ampi_posix_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
+    int64_t deadline = done ? INT64_MAX : ampi_os_clock(NULL) + (int64_t)r->timeout_ms * 1000000;
     uint64_t meeting;
     int32_t i;
     int whole;
-    pthread_mutex_lock(&r->lock);
+    ampi_mutex_lock(&r->lock);
     meeting = r->meetings;
     seat->came = meeting + 1;
     for (i = 0; i < r->world && !done; i++)
@@ -25991,7 +26755,7 @@ static int ampi_ranks_meet(ampi_seat *seat, int done) {
         r->arrived = 0;
         r->agreed = r->broken[0] == 0;
         r->meetings++;
-        pthread_cond_broadcast(&r->met);
+        ampi_cond_broadcast(&r->met);
     }
     while ((done || r->broken[0] == 0) && r->meetings == meeting)
         if (!ampi_wait_until(&r->met, &r->lock, deadline) && r->meetings == meeting) {
@@ -25999,7 +26763,7 @@ static int ampi_ranks_meet(ampi_seat *seat, int done) {
             ampi_ranks_break(r, "rank %d has not come within %d ms", (int)i, r->timeout_ms);
         }
     whole = r->meetings != meeting && r->agreed;
-    pthread_mutex_unlock(&r->lock);
+    ampi_mutex_unlock(&r->lock);
     return whole;
 }
 
@@ -26120,9 +26884,9 @@ static const amp_exchanges ampi_ranks_calls = {
 static void ampi_ranks_let_go(amp_ranks *r) {
     amp_system system = r->system;
     int last;
-    pthread_mutex_lock(&r->lock);
+    ampi_mutex_lock(&r->lock);
     last = --r->holders == 0;
-    pthread_mutex_unlock(&r->lock);
+    ampi_mutex_unlock(&r->lock);
     if (!last) return;
     ampi_timed_lock_destroy(&r->lock, &r->met);
     ampi_free(&system, r->seats, r->world, sizeof *r->seats);
@@ -26137,7 +26901,7 @@ static amp_result ampi_hook_ranks_join(amp_context *amp) {
     ampi_seat *seat = ampi_seat_of(&amp->desc);
     amp_result result = AMP_OK;
     if (seat == NULL) return AMP_OK;
-    pthread_mutex_lock(&seat->ranks->lock);
+    ampi_mutex_lock(&seat->ranks->lock);
     if (seat->ranks->broken[0] != 0)
         result = ampi_fail(AMP_ERR_REDUCE, "amp_open", "%s; create new amp_ranks", seat->ranks->broken);
     else if (seat->state == AMPI_SEAT_TAKEN)
@@ -26148,16 +26912,16 @@ static amp_result ampi_hook_ranks_join(amp_context *amp) {
         seat->ranks->holders++;
         amp->seated = 1;
     }
-    pthread_mutex_unlock(&seat->ranks->lock);
+    ampi_mutex_unlock(&seat->ranks->lock);
     return result;
 }
 static void ampi_hook_ranks_leave(amp_context *amp) {
     ampi_seat *seat = ampi_seat_of(&amp->desc);
     if (!amp->seated) return;
-    pthread_mutex_lock(&seat->ranks->lock);
+    ampi_mutex_lock(&seat->ranks->lock);
     seat->state = AMPI_SEAT_LEFT;
     if (seat->ranks->arrived > 0) ampi_ranks_break(seat->ranks, "rank %d has closed its context", (int)seat->rank);
-    pthread_mutex_unlock(&seat->ranks->lock);
+    ampi_mutex_unlock(&seat->ranks->lock);
     ampi_ranks_let_go(seat->ranks);
 }
 
@@ -26213,9 +26977,9 @@ AMP_API amp_result amp_ranks_reducer(amp_ranks *ranks, int32_t rank, amp_reducer
 
 AMP_API void amp_ranks_destroy(amp_ranks *ranks) {
     if (ranks == NULL || ampi_check_unused("amp_ranks_destroy", "ranks", ranks->made, AMPI_STACK) != AMP_OK) return;
-    pthread_mutex_lock(&ranks->lock);
+    ampi_mutex_lock(&ranks->lock);
     ampi_ranks_break(ranks, "the ranks were destroyed");
-    pthread_mutex_unlock(&ranks->lock);
+    ampi_mutex_unlock(&ranks->lock);
     ampi_ranks_let_go(ranks);
 }
 
@@ -26650,16 +27414,16 @@ static amp_result ampi_bucket_run(const ampi_buckets *b, const ampi_bucket *k) {
 static void ampi_bucket_serve(ampi_buckets *b, int64_t i) {
     amp_result result = b->failed;
     double start = 0;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     start = ampi_seconds(b->amp);
     if (result == AMP_OK && (result = ampi_bucket_run(b, &b->all[i])) != AMP_OK)
         memcpy(b->why, ampi_error_text, sizeof b->why);
     start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     b->failed = result;
     b->busy += start;
     b->done++;
-    pthread_cond_broadcast(&b->changed);
+    ampi_cond_broadcast(&b->changed);
 }
 
 /* The bytes of a rank's weights in a bucket.  If `at` is not NULL, the weights are copied to it, or with `back` from
@@ -26703,37 +27467,35 @@ static void ampi_bucket_serve_weights(ampi_buckets *b) {
     const ampi_bucket *k = &b->all[b->to_gather - 1];
     amp_result result;
     double start;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     start = ampi_seconds(b->amp);
     result = ampi_bucket_gather(b, k);
     start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     b->busy += start;
     if (result != AMP_OK) memcpy(b->torn_why, ampi_error_text, sizeof b->torn_why);
     b->torn = result;
     b->to_gather = result == AMP_OK ? b->to_gather - 1 : 0;
     if (b->to_gather == 0 && result == AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&b->changed);
+    ampi_cond_broadcast(&b->changed);
 }
 
 /* Adds the time since `start` to the time that the program's thread has waited.  busy: the thread has also done the
    work itself. */
 static void ampi_buckets_waited(ampi_buckets *b, double start, int busy) {
     start = ampi_seconds(b->amp) - start;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     b->waited += start;
     if (busy) b->busy += start;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
 }
 
 static void ampi_buckets_main(void *arg) {
     ampi_buckets *b = (ampi_buckets *)arg;
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* signals are for the program's threads */
-    pthread_mutex_lock(&b->lock);
+    ampi_os_signals_off();
+    ampi_mutex_lock(&b->lock);
     for (;;) {
-        while (!b->closing && b->done == b->posted && b->to_gather == 0) pthread_cond_wait(&b->changed, &b->lock);
+        while (!b->closing && b->done == b->posted && b->to_gather == 0) ampi_cond_wait(&b->changed, &b->lock);
         if (b->to_gather > 0) {                 /* weights of the step before */
             ampi_bucket_serve_weights(b);
             continue;
@@ -26741,7 +27503,7 @@ static void ampi_buckets_main(void *arg) {
         if (b->done == b->posted) break;        /* all is sent: other ranks wait for posted buckets */
         ampi_bucket_serve(b, b->done);
     }
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
 }
 
 /* 1: only operators have added to these gradients, and all of them have. */
@@ -26763,9 +27525,9 @@ static void ampi_buckets_launch(ampi_buckets *b, int rest) {
         ampi_bucket *k = &b->all[b->posted];
         amp_result result = AMP_OK;
         if (k->event != NULL) {
-            pthread_mutex_unlock(&b->lock);
+            ampi_mutex_unlock(&b->lock);
             result = (b->amp->backend->event_record)(b->amp->dev, k->event, ampi_settings(b->amp)->stream);
-            pthread_mutex_lock(&b->lock);
+            ampi_mutex_lock(&b->lock);
         }
         if (result != AMP_OK && b->failed == AMP_OK) {
             b->failed = result;
@@ -26773,7 +27535,7 @@ static void ampi_buckets_launch(ampi_buckets *b, int rest) {
         }
         b->posted++;
         __atomic_store_n(&b->watch.away, 1, __ATOMIC_RELEASE);
-        if (b->threaded) pthread_cond_broadcast(&b->changed);
+        if (b->threaded) ampi_cond_broadcast(&b->changed);
         else ampi_bucket_serve(b, b->posted - 1);
     }
     b->launching = 0;
@@ -26790,9 +27552,9 @@ static amp_result ampi_bucket_open(ampi_gradient_watch *w, const char *function,
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
     int gone;
     if (row < 0) return AMP_OK;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     gone = b->rows[row].bucket < b->posted;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     if (!gone) return AMP_OK;
     return ampi_fail(AMP_ERR_STATE, function,
                      "%s: its gradient is being summed over the ranks, as backward added to it %d times before; step "
@@ -26819,22 +27581,22 @@ static void ampi_buckets_pace(ampi_buckets *b) {
     double start;
     if (!b->gradients || !b->threaded || b->process != __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) return;
     start = ampi_seconds(b->amp);
-    pthread_mutex_lock(&b->lock);
-    while (b->posted - b->done > 1) pthread_cond_wait(&b->changed, &b->lock);
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_lock(&b->lock);
+    while (b->posted - b->done > 1) ampi_cond_wait(&b->changed, &b->lock);
+    ampi_mutex_unlock(&b->lock);
     ampi_buckets_waited(b, start, 0);
 }
 static void ampi_bucket_added(ampi_gradient_watch *w, const amp_param *p) {
     ampi_buckets *b = (ampi_buckets *)(void *)w;
     int32_t row = b->slots[ampi_bucket_slot(b, p)] - 1;
     ampi_bucket_row *r = &b->rows[AMPI_MAX(row, 0)];
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     b->ran = 1;
-    if (row < 0) { pthread_mutex_unlock(&b->lock); return; }
+    if (row < 0) { ampi_mutex_unlock(&b->lock); return; }
     if (++r->seen == r->expected && !r->by_hand) b->all[r->bucket].waiting--;
     if (!b->sorted) b->all[r->bucket].turn = ++b->added;
     if (ampi_buckets_early(b)) ampi_buckets_launch(b, 0);
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     ampi_buckets_pace(b);
 }
 
@@ -26863,22 +27625,22 @@ static amp_result ampi_buckets_sort(ampi_buckets *b) {
     }
     AMPI_TRY(ampi_exchange_host(b->amp, ampi_exchange_of(AMPI_BROADCAST, b->turns, b->turns,
                                                          b->n * (int64_t)sizeof *b->turns, AMP_U8)));
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     for (i = 0; i < b->n; i++) b->all[i].turn = b->turns[i];
     ampi_buckets_arrange(b);
     b->sorted = 1;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     return AMP_OK;
 }
 /* Undoes the order after a failure, of which some ranks may know more than others.  The next whole cycle sorts again.
    No weights may be on their way. */
 static void ampi_buckets_unsort(ampi_buckets *b) {
     int64_t i;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     for (i = 0; i < b->n; i++) b->all[i].turn = 0;
     ampi_buckets_arrange(b);
     b->sorted = 0;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
 }
 
 /* Waits for all buckets to come back.  A step calls this at the end of a whole cycle (`whole`), and so does the end of
@@ -26894,7 +27656,7 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
                          "a child of fork() has no part in its parent's ranks: create new ranks in it");
     if (b->threaded) AMPI_TRY(ampi_may_wait(b->amp));
     start = ampi_seconds(b->amp);
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     for (i = 0; i < b->set->n; i++) {
         ampi_bucket_row *r = &b->rows[i];
         if (r->bucket < b->posted && b->set->params[i]->by_hand > 0) late = b->set->names[i];
@@ -26903,12 +27665,12 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
         r->expected = AMPI_MAX(r->expected, r->seen);
     }
     ampi_buckets_launch(b, 1);
-    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
+    while (b->done < b->posted) ampi_cond_wait(&b->changed, &b->lock);
     b->recorded |= counts;
     result = b->failed;
     if (result != AMP_OK) memcpy(ampi_error_text, b->why, sizeof b->why);
     b->failed = AMP_OK;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     ampi_buckets_waited(b, start, 0);
     if (result == AMP_OK) result = ampi_buckets_order(b, 1);
     if (result == AMP_OK && late != NULL)
@@ -26924,21 +27686,21 @@ static amp_result ampi_buckets_finish(ampi_buckets *b, int whole) {
 static void ampi_hook_buckets_times(ampi_buckets *b, double out[2]) {
     out[0] = out[1] = 0;
     if (b == NULL) return;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     if (b->finished == NULL || ampi_reducer(b->amp)->on_host != 0) {
         out[0] = b->busy;
         out[1] = b->waited;
     }
     b->busy = b->waited = 0;
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
 }
 static amp_result ampi_buckets_settle(ampi_gradient_watch *w) {
     ampi_buckets *b = (ampi_buckets *)(void *)w;
     int any;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     any = b->posted > 0;
-    while (b->done < b->posted) pthread_cond_wait(&b->changed, &b->lock);
-    pthread_mutex_unlock(&b->lock);
+    while (b->done < b->posted) ampi_cond_wait(&b->changed, &b->lock);
+    ampi_mutex_unlock(&b->lock);
     return any ? ampi_buckets_order(b, 1) : AMP_OK;
 }
 /* Ends a cycle that has no step.  All ranks call this, so a bucket that some ranks have sent is sent by all. */
@@ -26967,11 +27729,11 @@ static amp_result ampi_hook_buckets_gather(ampi_buckets *b) {
     return result == AMP_OK ? ampi_buckets_order(b, 1) : result;
 }
 static void ampi_hook_buckets_gather_late(ampi_buckets *b) {
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     b->to_gather = b->n;
     __atomic_add_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
-    pthread_cond_broadcast(&b->changed);
-    pthread_mutex_unlock(&b->lock);
+    ampi_cond_broadcast(&b->changed);
+    ampi_mutex_unlock(&b->lock);
 }
 /* The bucket with a parameter's weight, or with memory of it.  Of several, it is the one that is gathered last.  .n:
    there is none. */
@@ -26995,12 +27757,12 @@ static amp_result ampi_buckets_whole(ampi_gradient_watch *w, const char *functio
     char why[sizeof ampi_error_text];
     double start = ampi_seconds(b->amp);
     if (bucket == b->n) return AMP_OK;
-    pthread_mutex_lock(&b->lock);
+    ampi_mutex_lock(&b->lock);
     left = bucket < b->to_gather;
-    while (parent && bucket < b->to_gather) pthread_cond_wait(&b->changed, &b->lock);
+    while (parent && bucket < b->to_gather) ampi_cond_wait(&b->changed, &b->lock);
     torn = b->torn;
     memcpy(why, b->torn_why, sizeof why);
-    pthread_mutex_unlock(&b->lock);
+    ampi_mutex_unlock(&b->lock);
     if (left && parent) ampi_buckets_waited(b, start, 0);
     if (torn != AMP_OK)
         return ampi_fail(torn, function, "the last step's weights were not gathered whole, destroy the optimizer and "
@@ -27174,10 +27936,10 @@ static amp_result ampi_buckets_build(ampi_buckets *b, const ampi_buckets *before
     AMPI_TRY(ampi_buckets_memory(b));
     AMPI_TRY(ampi_buckets_cut(b));
     AMPI_TRY(ampi_buckets_stream(b));
-    if (pthread_mutex_init(&b->lock, NULL) != 0)
+    if (ampi_mutex_init(&b->lock) != 0)
         return ampi_fail(AMP_ERR_THREAD, f, "the mutex for sums over ranks could not be made");
-    if (pthread_cond_init(&b->changed, NULL) != 0) {
-        pthread_mutex_destroy(&b->lock);
+    if (ampi_cond_init(&b->changed) != 0) {
+        ampi_mutex_destroy(&b->lock);
         return ampi_fail(AMP_ERR_THREAD, f, "the condition for sums over ranks could not be made");
     }
     b->locks = 1;
@@ -27225,10 +27987,10 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
     n = b->set->n;
     if (b->locks) ampi_unwatch_gradients(b->amp, &b->watch);
     if (b->started && b->process == __atomic_load_n(&ampi_forks, __ATOMIC_RELAXED)) {
-        pthread_mutex_lock(&b->lock);
+        ampi_mutex_lock(&b->lock);
         b->closing = 1;
-        pthread_cond_broadcast(&b->changed);
-        pthread_mutex_unlock(&b->lock);
+        ampi_cond_broadcast(&b->changed);
+        ampi_mutex_unlock(&b->lock);
         ampi_thread_join(s, b->thread);
     }
     if (b->to_gather > 0 || b->torn != AMP_OK) __atomic_sub_fetch(&b->amp->gathers, 1, __ATOMIC_RELEASE);
@@ -27237,8 +27999,8 @@ static void ampi_hook_buckets_destroy(ampi_buckets *b) {
                  "weights of %s and others are partly from before the last step, so load a saved state: %.300s",
                  b->set->names[0], b->torn_why);
     if (b->locks) {
-        pthread_cond_destroy(&b->changed);
-        pthread_mutex_destroy(&b->lock);
+        ampi_cond_destroy(&b->changed);
+        ampi_mutex_destroy(&b->lock);
     }
     for (i = 0; b->all != NULL && i < b->n; i++)
         if (b->all[i].event != NULL) (backend->event_destroy)(b->amp->dev, b->all[i].event);
@@ -28229,12 +28991,12 @@ struct amp_loader {
     int cancel;                     /* atomic; 1: workers give up their batches */
     int64_t busy, retries;          /* workers that fill a slot; slots in the state RETRY */
     int64_t calls;                  /* the program's calls that are in progress and may wait */
-    pthread_t caller;               /* the thread that began the last of them */
+    ampi_thread_id caller;               /* the thread that began the last of them */
     int64_t holders;                /* users of this struct: its owner, and threads left behind; the last frees it */
-    pid_t process;                  /* the one in which the threads run */
+    int64_t process;                  /* the one in which the threads run */
     ampi_opener opener;
-    pthread_mutex_t lock;
-    pthread_cond_t work, ready;
+    ampi_mutex lock;
+    ampi_cond work, ready;
     int64_t consumed, claimed, released;    /* the first batch not taken; not claimed; whose slot is still in use */
     int64_t waits, wait_ns;         /* of the consumer for batches */
     ampi_worker *workers;
@@ -28254,7 +29016,7 @@ static amp_result ampi_data_read(const amp_loader *l, const ampi_data_file *f, v
         return ampi_fail(AMP_ERR_TRUNCATED, ampi_loader_create_name,
                          "%s ended at offset %lld, and had %lld bytes when it was opened", f->path,
                          (long long)(offset + *got), (long long)f->bytes);
-    return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, strerror((int)-*got),
+    return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s at offset %lld", f->path, ampi_os_error((int)-*got),
                      (long long)offset);
 }
 
@@ -28434,14 +29196,14 @@ static AMPI_COLD amp_result ampi_data_open(amp_loader *l, ampi_data_file *f, amp
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: all files must stay open, and of %lld only %lld "
                          "could be opened: raise the limit (ulimit -n)", f->path, (long long)l->n_files,
                          (long long)(f - l->files));
-    if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, strerror(-error));
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s: %s", f->path, ampi_os_error(-error));
     f->is_open = 1;
     f->bytes = ampi_file_size(&l->system, f->handle);
     if (f->bytes == -ESPIPE)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "%s is a pipe or device, must be a regular file",
                          f->path);
     if (f->bytes < 0)
-        return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, strerror((int)-f->bytes));
+        return ampi_fail(AMP_ERR_READ, ampi_loader_create_name, "%s: %s", f->path, ampi_os_error((int)-f->bytes));
     AMPI_TRY(ampi_data_read(l, f, head, sizeof head, 0, &n));
     if (n > f->bytes)
         return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name,
@@ -28519,14 +29281,14 @@ typedef struct ampi_search {
     const amp_system *system;
     ampi_path *ahead, *at;
     amp_result result;
-    char part[PATH_MAX];            /* the pattern's component after `at` */
+    char part[AMPI_PATH];           /* the pattern's component after `at` */
 } ampi_search;
 
 static char *ampi_path_text(ampi_path *p) { return (char *)(p + 1); }
 
 /* Adds to the list `ahead` the path `at`, followed by the name and the slashes that come next in the pattern. */
 static int ampi_search_add(ampi_search *s, const char *name) {
-    const char *end = s->at->rest + strcspn(s->at->rest, "/"), *rest = end + strspn(end, "/");
+    const char *end = s->at->rest + strcspn(s->at->rest, ampi_slashes), *rest = end + strspn(end, ampi_slashes);
     int64_t bytes = (int64_t)(sizeof(ampi_path) + strlen(ampi_path_text(s->at)) + strlen(name)) + (rest - end) + 1;
     void *memory;
     ampi_path *p;
@@ -28544,7 +29306,7 @@ static int ampi_search_add(ampi_search *s, const char *name) {
 
 static int ampi_search_name(void *search, const char *name) {
     ampi_search *s = (ampi_search *)search;
-    return fnmatch(s->part, name, FNM_PERIOD) == 0 && ampi_search_add(s, name);
+    return ampi_matches(s->part, name) && ampi_search_add(s, name);
 }
 
 static int ampi_path_exists(const amp_system *s, const char *path) {
@@ -28558,7 +29320,7 @@ static int ampi_path_exists(const amp_system *s, const char *path) {
 static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     const char *folder = ampi_path_text(s->at), *rest = s->at->rest;
     int error;
-    snprintf(s->part, sizeof s->part, "%.*s", (int)strcspn(rest, "/"), rest);
+    snprintf(s->part, sizeof s->part, "%.*s", (int)strcspn(rest, ampi_slashes), rest);
     if (strpbrk(s->part, "*?[") == NULL) {
         ampi_path *p = ampi_search_add(s, s->part) ? NULL : s->ahead;
         if (p == NULL || *p->rest != 0 || ampi_path_exists(s->system, ampi_path_text(p))) return s->result;
@@ -28570,7 +29332,7 @@ static AMPI_COLD amp_result ampi_search_step(ampi_search *s) {
     AMPI_CALLOUT("file_list", error = (s->system->file_list)(s->system->user, folder, ampi_search_name, s));
     if (error >= 0 || error == -ENOENT || error == -ENOTDIR) return s->result;
     return ampi_fail(AMP_ERR_OPEN, ampi_loader_create_name, "the folder %s could not be listed: %s", folder,
-                     strerror(-error));
+                     ampi_os_error(-error));
 }
 
 static int ampi_compare_paths(const void *a, const void *b) { return strcmp(*(char *const *)a, *(char *const *)b); }
@@ -28900,7 +29662,7 @@ static amp_result ampi_worker_read(ampi_worker *w, const ampi_data_file *f, int6
     if (got == bytes) return AMP_OK;
     if (got < 0)
         return ampi_fail(AMP_ERR_READ, "amp_loader_next", "worker %d: %s: %s at offset %lld", w->id, f->path,
-                         strerror((int)-got), (long long)offset);
+                         ampi_os_error((int)-got), (long long)offset);
     return ampi_fail(AMP_ERR_TRUNCATED, "amp_loader_next",
                      "worker %d: %s ended at offset %lld, and had %lld bytes when it was opened", w->id, f->path,
                      (long long)(offset + got), (long long)f->bytes);
@@ -29195,7 +29957,7 @@ static void ampi_queue_store(amp_loader *l, ampi_slot *slot, amp_result result) 
 static void ampi_queue_release(amp_loader *l, int64_t number) {
     if (l->released >= number) return;
     for (; l->released < number; l->released++) ampi_slot_of(l, l->released)->state = AMPI_SLOT_EMPTY;
-    pthread_cond_broadcast(&l->work);
+    ampi_cond_broadcast(&l->work);
 }
 
 static amp_result ampi_queue_timeout(amp_loader *l, const ampi_slot *slot, const char *function) {
@@ -29226,7 +29988,7 @@ static int ampi_queue_wait(amp_loader *l, int64_t deadline) {
 static void ampi_queue_again(amp_loader *l, ampi_slot *slot) {
     slot->state = AMPI_SLOT_RETRY;
     l->retries++;
-    pthread_cond_broadcast(&l->work);
+    ampi_cond_broadcast(&l->work);
 }
 
 /* Waits until batch `number`, which must be the next one, is READY.  Without threads it fills the batch itself.  If
@@ -29239,9 +30001,9 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
         if (slot->state == AMPI_SLOT_RETRY) l->retries--;
         else if (slot->state != AMPI_SLOT_FILLING) l->claimed++;        /* FILLING: the callback never returned */
         slot->state = AMPI_SLOT_FILLING;
-        pthread_mutex_unlock(&l->lock);
+        ampi_mutex_unlock(&l->lock);
         result = ampi_worker_fill(l->workers, number, slot);
-        pthread_mutex_lock(&l->lock);
+        ampi_mutex_lock(&l->lock);
         ampi_queue_store(l, slot, result);
         result = AMP_OK;
     }
@@ -29260,15 +30022,15 @@ static amp_result ampi_queue_await(amp_loader *l, int64_t number) {
             break;
         }
         if (begin == 0) {
-            begin = ampi_posix_clock(NULL);
+            begin = ampi_os_clock(NULL);
             l->waits++;
-            pthread_cond_broadcast(&l->work);
+            ampi_cond_broadcast(&l->work);
         }
         if (!ampi_queue_wait(l, begin + (int64_t)l->desc.timeout_ms * 1000000) && slot->state != AMPI_SLOT_READY &&
             slot->state != AMPI_SLOT_FAILED)
             result = ampi_queue_timeout(l, slot, "amp_loader_next");
     }
-    if (begin != 0) l->wait_ns += ampi_posix_clock(NULL) - begin;
+    if (begin != 0) l->wait_ns += ampi_os_clock(NULL) - begin;
     return result == AMP_OK && l->stop ? ampi_stopped("amp_loader_next") : result;
 }
 
@@ -29295,7 +30057,7 @@ static void ampi_loader_free(amp_loader *l) {
     ampi_free(&s, l->slots, l->depth, sizeof(ampi_slot));
     if (l->desc.path != NULL) ampi_free(&s, (void *)(uintptr_t)l->desc.path, (int64_t)strlen(l->desc.path) + 1, 1);
     if (l->has_lock) {
-        pthread_cond_destroy(&l->work);
+        ampi_cond_destroy(&l->work);
         ampi_timed_lock_destroy(&l->lock, &l->ready);
     }
     ampi_free(&s, l, 1, sizeof *l);
@@ -29307,24 +30069,22 @@ static void ampi_opener_main(void *arg) {
     amp_loader *l = (amp_loader *)arg;
     ampi_opener *o = &l->opener;
     amp_result result;
-    sigset_t all;
     int last;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
+    ampi_os_signals_off();
     result = ampi_files_open(l);
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     o->result = result;
     memcpy(o->error, ampi_error_text, sizeof o->error);
     o->done = 1;
     last = o->abandoned && --l->holders == 0;
-    pthread_cond_signal(&l->ready);
-    pthread_mutex_unlock(&l->lock);
+    ampi_cond_signal(&l->ready);
+    ampi_mutex_unlock(&l->lock);
     if (last) ampi_loader_free(l);
 }
 
 /* Opens the files within .timeout_ms.  Without workers the calling thread opens them, and there is no time limit. */
 static amp_result ampi_loader_open_files(amp_loader *l) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
+    int64_t deadline = ampi_os_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, file;
     ampi_opener *o = &l->opener;
     int error, late = 0;
     o->file = -1;
@@ -29332,15 +30092,15 @@ static amp_result ampi_loader_open_files(amp_loader *l) {
     error = ampi_thread_start(&l->system, &o->thread, ampi_opener_main, l);
     if (error != 0)
         return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "a thread to open files could not be started: %s",
-                         strerror(-error));
-    pthread_mutex_lock(&l->lock);
+                         ampi_os_error(-error));
+    ampi_mutex_lock(&l->lock);
     while (!o->done && !late) late = !ampi_queue_wait(l, deadline);
     if (!o->done) {
         o->abandoned = 1;
         l->holders++;
         __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
     }
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     if (!o->abandoned) {
         ampi_thread_join(&l->system, o->thread);
         if (o->result != AMP_OK) memcpy(ampi_error_text, o->error, sizeof ampi_error_text);
@@ -29359,7 +30119,7 @@ static void ampi_worker_died(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
     int last = 0;
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) == AMPI_WORKER_ABANDONED) last = --l->holders == 0;
     else {
         l->busy--;
@@ -29369,53 +30129,51 @@ static void ampi_worker_died(void *arg) {
                          ampi_fail(AMP_ERR_SOURCE, "amp_loader_next", "worker %d: your callback ended its thread, at "
                                    "sample or offset %lld: it must return", w->id,
                                    (long long)__atomic_load_n(&w->offset, __ATOMIC_RELAXED)));
-        pthread_cond_broadcast(&l->ready);
+        ampi_cond_broadcast(&l->ready);
     }
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     if (last) ampi_loader_free(l);
 }
 
 static void ampi_worker_run(ampi_worker *w, ampi_slot *slot, amp_result *result) {
-    pthread_cleanup_push(ampi_worker_died, w);
+    AMPI_GUARD_BEGIN(ampi_worker_died, w);
     *result = ampi_worker_fill(w, w->number, slot);
-    pthread_cleanup_pop(0);
+    AMPI_GUARD_END(0);
 }
 
 static void ampi_worker_main(void *arg) {
     ampi_worker *w = (ampi_worker *)arg;
     amp_loader *l = w->loader;
-    sigset_t all;
     int last;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, NULL);     /* the program's threads handle its signals */
-    pthread_mutex_lock(&l->lock);
+    ampi_os_signals_off();
+    ampi_mutex_lock(&l->lock);
     while (!l->stop) {
         int64_t number = ampi_queue_claim(l);
         ampi_slot *slot;
         amp_result result;
-        if (number < 0) { pthread_cond_wait(&l->work, &l->lock); continue; }
+        if (number < 0) { ampi_cond_wait(&l->work, &l->lock); continue; }
         slot = ampi_slot_of(l, number);
         slot->state = AMPI_SLOT_FILLING;
         slot->worker = w->id;
         w->number = number;
         slot->ahead = l->waiting == 0 || number != l->consumed;
         l->busy++;
-        pthread_mutex_unlock(&l->lock);
+        ampi_mutex_unlock(&l->lock);
         ampi_worker_run(w, slot, &result);
-        pthread_mutex_lock(&l->lock);
+        ampi_mutex_lock(&l->lock);
         if (w->abandoned) {
             last = --l->holders == 0;
-            pthread_mutex_unlock(&l->lock);
+            ampi_mutex_unlock(&l->lock);
             if (last) ampi_loader_free(l);
             return;
         }
         l->busy--;
         ampi_queue_store(l, slot, result);
-        if (l->waiting > 0) pthread_cond_signal(&l->ready);
+        if (l->waiting > 0) ampi_cond_signal(&l->ready);
     }
     w->exited = 1;
-    pthread_cond_signal(&l->ready);
-    pthread_mutex_unlock(&l->lock);
+    ampi_cond_signal(&l->ready);
+    ampi_mutex_unlock(&l->lock);
 }
 
 static amp_result ampi_loader_start(amp_loader *l) {
@@ -29425,7 +30183,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
         int error = ampi_thread_start(&l->system, &w->thread, ampi_worker_main, w);
         if (error != 0)
             return ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name, "worker %lld of %lld could not be started: %s",
-                             (long long)i, (long long)l->n_workers, strerror(-error));
+                             (long long)i, (long long)l->n_workers, ampi_os_error(-error));
         w->started = 1;
         l->threads++;
     }
@@ -29434,7 +30192,7 @@ static amp_result ampi_loader_start(amp_loader *l) {
 
 /* Returns 1 if the loader has threads and this process is a child of fork.  The threads do not run in the child.  The
    child must not take the lock either, because a worker of the parent may have held it at the fork. */
-static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != getpid(); }
+static int ampi_loader_elsewhere(const amp_loader *l) { return l->threads > 0 && l->process != ampi_os_process(); }
 
 static amp_result ampi_loader_is_elsewhere(const char *function) {
     return ampi_fail(AMP_ERR_STATE, function,
@@ -29444,18 +30202,18 @@ static amp_result ampi_loader_is_elsewhere(const char *function) {
 AMP_API void amp_loader_stop(amp_loader *l) {
     if (l == NULL || !l->has_lock || ampi_loader_elsewhere(l)) return;
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     l->stop = 1;
-    pthread_cond_broadcast(&l->work);
-    pthread_cond_broadcast(&l->ready);
-    pthread_mutex_unlock(&l->lock);
+    ampi_cond_broadcast(&l->work);
+    ampi_cond_broadcast(&l->ready);
+    ampi_mutex_unlock(&l->lock);
 }
 
 /* Returns 1 if the call that began last is this thread's and has not returned.  Then either it is still running, and
    this function is called from its callback; or a C++ exception or longjmp left that callback, and the call will never
    return. */
 static int ampi_loader_calls_here(const amp_loader *l) {
-    return l->calls > 0 && pthread_equal(l->caller, pthread_self());
+    return l->calls > 0 && ampi_thread_is(l->caller, ampi_thread_self());
 }
 
 /* Called at the beginning of public calls that may wait, because destroying the loader waits for these calls.
@@ -29466,33 +30224,33 @@ static amp_result ampi_loader_enter(amp_loader *l, const char *function, uintptr
     if (ampi_is_within(l, here))
         return ampi_fail(AMP_ERR_STATE, function,
                          "called from within this loader's own read, which it would wait for: call it elsewhere");
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     result = l->stop ? ampi_stopped(function) : AMP_OK;
     if (result == AMP_OK) {
         if (ampi_loader_calls_here(l)) l->calls--;      /* that call was left, because a thread runs one at a time */
         l->calls++;
-        l->caller = pthread_self();
+        l->caller = ampi_thread_self();
     }
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     return result;
 }
 
 static amp_result ampi_loader_leave(amp_loader *l, amp_result result) {
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     l->calls = AMPI_MAX(l->calls - 1, 0);
-    if (l->stop) pthread_cond_broadcast(&l->ready);
-    pthread_mutex_unlock(&l->lock);
+    if (l->stop) ampi_cond_broadcast(&l->ready);
+    ampi_mutex_unlock(&l->lock);
     return result;
 }
 
 /* Waits until every call and every worker has returned.  Workers that are stuck in a read are left behind. */
 static void ampi_loader_finish(amp_loader *l) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
+    int64_t deadline = ampi_os_clock(NULL) + (int64_t)AMPI_CLOSE_MS * 1000000, i, inside;
     if (!l->has_lock) return;
     amp_loader_stop(l);
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     do {
-        int late = ampi_posix_clock(NULL) >= deadline;
+        int late = ampi_os_clock(NULL) >= deadline;
         for (i = 0, inside = l->calls - ampi_loader_calls_here(l); i < l->n_workers; i++) {
             ampi_worker *w = l->workers + i;
             int expected = AMPI_WORKER_READING;
@@ -29502,9 +30260,9 @@ static void ampi_loader_finish(amp_loader *l) {
                 l->holders++;
             } else if (__atomic_load_n(&w->phase, __ATOMIC_SEQ_CST) != AMPI_WORKER_ABANDONED) inside++;
         }
-        if (inside > 0) (void)ampi_queue_wait(l, late ? ampi_posix_clock(NULL) + 1000000 : deadline);
+        if (inside > 0) (void)ampi_queue_wait(l, late ? ampi_os_clock(NULL) + 1000000 : deadline);
     } while (inside > 0);
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     for (i = 0; i < l->n_workers; i++) {
         if (l->workers[i].exited) ampi_thread_join(&l->system, l->workers[i].thread);
         else if (l->workers[i].started) ampi_thread_detach(&l->system, l->workers[i].thread);
@@ -29663,9 +30421,9 @@ static void ampi_loader_object_release(ampi_object *object) {
     amp_loader *l = (amp_loader *)(void *)object;
     int last = 1;
     if (l->has_lock) {
-        pthread_mutex_lock(&l->lock);
+        ampi_mutex_lock(&l->lock);
         last = --l->holders == 0;
-        pthread_mutex_unlock(&l->lock);
+        ampi_mutex_unlock(&l->lock);
     }
     if (last) ampi_loader_free(l);
 }
@@ -29738,10 +30496,10 @@ static void ampi_loader_defaults(amp_loader *l) {
 
 static amp_result ampi_loader_init_lock(amp_loader *l) {
     int error = ampi_timed_lock_init(&l->lock, &l->ready);
-    if (error == 0 && (error = pthread_cond_init(&l->work, NULL)) != 0) ampi_timed_lock_destroy(&l->lock, &l->ready);
+    if (error == 0 && (error = ampi_cond_init(&l->work)) != 0) ampi_timed_lock_destroy(&l->lock, &l->ready);
     l->has_lock = error == 0;
     return error == 0 ? AMP_OK : ampi_fail(AMP_ERR_THREAD, ampi_loader_create_name,
-                                           "the loader's mutex could not be made: %s", strerror(error));
+                                           "the loader's mutex could not be made: %s", ampi_os_error(error));
 }
 
 static amp_result ampi_loader_setup(amp_loader *l, const amp_loader_desc *desc) {
@@ -29785,7 +30543,7 @@ AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **ou
     l->desc = d;
     l->desc.path = NULL;
     l->holders = 1;
-    l->process = getpid();
+    l->process = ampi_os_process();
     result = ampi_loader_setup(l, desc);
     if (result != AMP_OK) { amp_loader_destroy(l); return result; }
     ampi_object_enlist(&l->object, desc->path ? desc->path : desc->source ? "a callback" : "arrays");
@@ -29798,10 +30556,10 @@ AMP_API AMPI_COLD amp_result amp_loader_create(amp_context *amp, amp_loader **ou
 /* Delivers a batch in CPU memory.  It returns the slot itself, which the workers may fill again after the next call. */
 static amp_result ampi_next_host(amp_loader *l, int64_t number, char **data) {
     amp_result result;
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     ampi_queue_release(l, number);
     result = ampi_queue_await(l, number);
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     *data = ampi_slot_of(l, number)->data;
     return result;
 }
@@ -29853,9 +30611,9 @@ static amp_result ampi_device_collect(amp_loader *l, int64_t number) {
         AMPI_TRY((l->backend->event_done)(l->dev, copied, &done));
         if (!done && l->released + l->depth > number) return AMP_OK;
         if (!done) AMPI_TRY((l->backend->event_sync)(l->dev, copied));
-        pthread_mutex_lock(&l->lock);
+        ampi_mutex_lock(&l->lock);
         ampi_queue_release(l, l->released + 1);
-        pthread_mutex_unlock(&l->lock);
+        ampi_mutex_unlock(&l->lock);
     }
     return AMP_OK;
 }
@@ -29870,17 +30628,17 @@ static amp_result ampi_next_device(amp_loader *l, int64_t number, char **data) {
     AMPI_TRY((b->event_record)(l->dev, l->in_use[turn], l->stream));
     AMPI_TRY(ampi_device_collect(l, number));
     if (l->issued == number) {
-        pthread_mutex_lock(&l->lock);
+        ampi_mutex_lock(&l->lock);
         result = ampi_queue_await(l, number);
-        pthread_mutex_unlock(&l->lock);
+        ampi_mutex_unlock(&l->lock);
         AMPI_TRY(result);
         AMPI_TRY(ampi_device_copy(l, number, l->in_use[l->deliveries > 0 ? !turn : turn]));
     }
     AMPI_TRY((b->event_wait)(l->dev, copied, l->stream));
     *data = ampi_device_slot(l, turn);
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     next_ready = number + 1 < l->claimed && ampi_slot_of(l, number + 1)->state == AMPI_SLOT_READY;
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     if (next_ready && l->issued == number + 1)
         (void)ampi_device_copy(l, number + 1, l->in_use[turn]);   /* if it fails, the next call tries again */
     return AMP_OK;
@@ -29894,10 +30652,10 @@ static amp_result ampi_next(amp_loader *l, amp_batch *out) {
         return ampi_fail(AMP_ERR_END, "amp_loader_next", "all %lld epochs of %lld batches are over",
                          (long long)l->desc.epochs, (long long)l->batches);
     AMPI_TRY(l->backend->host_visible ? ampi_next_host(l, number, &data) : ampi_next_device(l, number, &data));
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     stop = l->stop;
     l->consumed += !stop;
-    pthread_mutex_unlock(&l->lock);
+    ampi_mutex_unlock(&l->lock);
     if (stop) return ampi_stopped("amp_loader_next");
     l->deliveries++;
     memset(out, 0, sizeof *out);
@@ -29926,13 +30684,13 @@ AMP_API amp_result amp_loader_next(amp_loader *l, amp_batch *out) {
 
 /* Makes batch `number` the next one.  Workers give up their batches, and batches that were read ahead are discarded. */
 static AMPI_COLD amp_result ampi_loader_move(amp_loader *l, int64_t number, const char *function, uintptr_t here) {
-    int64_t deadline = ampi_posix_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
+    int64_t deadline = ampi_os_clock(NULL) + (int64_t)l->desc.timeout_ms * 1000000, i;
     amp_result result = AMP_OK;
     AMPI_TRY(ampi_loader_enter(l, function, here));
     if (l->copy_stream != NULL) result = (l->backend->stream_sync)(l->dev, l->copy_stream);
     if (result != AMP_OK) return ampi_loader_leave(l, result);
     __atomic_store_n(&l->cancel, 1, __ATOMIC_SEQ_CST);
-    pthread_mutex_lock(&l->lock);
+    ampi_mutex_lock(&l->lock);
     l->paused = 1;
     while (l->busy > 0 && result == AMP_OK && !l->stop)
         if (!ampi_queue_wait(l, deadline) && l->busy > 0)
@@ -29945,8 +30703,8 @@ static AMPI_COLD amp_result ampi_loader_move(amp_loader *l, int64_t number, cons
     }
     l->paused = 0;
     if (!l->stop) __atomic_store_n(&l->cancel, 0, __ATOMIC_SEQ_CST);
-    pthread_cond_broadcast(&l->work);
-    pthread_mutex_unlock(&l->lock);
+    ampi_cond_broadcast(&l->work);
+    ampi_mutex_unlock(&l->lock);
     return ampi_loader_leave(l, result);
 }
 
@@ -29975,14 +30733,14 @@ AMP_API amp_result amp_loader_info_get(const amp_loader *l, amp_loader_info *out
     out->samples = l->samples;
     out->batches = l->batches;
     out->hash = l->hash;
-    pthread_mutex_lock(&changing->lock);
+    ampi_mutex_lock(&changing->lock);
     out->epoch = l->consumed / l->batches;
     out->index = l->consumed % l->batches;
     out->waits = l->waits;
     out->wait_seconds = 1e-9 * (double)l->wait_ns;
     for (number = l->consumed; number < l->claimed; number++)
         if (ampi_slot_of(changing, number)->state == AMPI_SLOT_READY) out->ready++;
-    pthread_mutex_unlock(&changing->lock);
+    ampi_mutex_unlock(&changing->lock);
     return AMP_OK;
 }
 
@@ -30477,12 +31235,13 @@ AMP_API amp_result amp_settings_read_file(amp_settings *settings, const amp_syst
     return result;
 }
 
-extern char **environ;
+enum { AMPI_VARIABLE = 2048 };      /* bytes of a variable of the environment that are read where they must be copied */
 
 AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     amp_settings next;
     ampi_origin from;
-    char key[64];
+    char key[64], text[AMPI_VARIABLE];
+    const char *name;
     int i;
     size_t n, j;
     memset(&from, 0, sizeof from);
@@ -30491,8 +31250,8 @@ AMP_API AMPI_COLD amp_result amp_settings_read_env(amp_settings *settings) {
     AMPI_TRY(ampi_need(from.function, settings, "settings"));
     AMPI_TRY(ampi_check_headers(from.function, AMPI_HEADERS));
     next = *settings;
-    for (i = 0; environ != NULL && environ[i] != NULL; i++) {
-        const char *name = environ[i], *equals = strchr(name, '=');
+    for (i = 0; (name = ampi_os_variable(i, text, sizeof text)) != NULL; i++) {
+        const char *equals = strchr(name, '=');
         const ampi_field *k;
         if (equals == NULL || strncmp(name, "AMP_", 4) != 0) continue;
         n = (size_t)(equals - name) - 4;
@@ -30693,10 +31452,11 @@ static int ampi_setting_is_of_others(const ampi_field *k) {
 }
 
 static int ampi_env_is_empty(void) {
-    const char *equals;
+    char text[AMPI_VARIABLE];
+    const char *name, *equals;
     int i;
-    for (i = 0; environ != NULL && environ[i] != NULL; i++)
-        if (strncmp(environ[i], "AMP_", 4) == 0 && (equals = strchr(environ[i], '=')) != NULL && equals[1] != 0)
+    for (i = 0; (name = ampi_os_variable(i, text, sizeof text)) != NULL; i++)
+        if (strncmp(name, "AMP_", 4) == 0 && (equals = strchr(name, '=')) != NULL && equals[1] != 0)
             return 0;
     return 1;
 }
@@ -31333,7 +32093,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     int64_t n;
     char last = '\n';
     int error = ampi_file_open(s, m->desc.path, m->desc.append ? 2 : 1, &m->file);
-    if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, strerror(-error));
+    if (error != 0) return ampi_fail(AMP_ERR_OPEN, function, "%s: %s", m->desc.path, ampi_os_error(-error));
     m->open = 1;
     AMPI_TRY(ampi_alloc(s, function, (void **)&m->lines, AMPI_LINE_BYTES, 1));
     if (!m->desc.append) return AMP_OK;
@@ -31342,7 +32102,7 @@ static amp_result ampi_lines_open(amp_monitor *m, const char *function) {
     m->offset = n;
     if (n > 0) n = ampi_read_fully(s, m->file, &last, 1, n - 1);
     if (n < 0 || (m->offset > 0 && n == 0))
-        return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? strerror((int)-n) : "ends early");
+        return ampi_fail(AMP_ERR_READ, function, "%s: %s", m->desc.path, n < 0 ? ampi_os_error((int)-n) : "ends early");
     if (last == '\n') return AMP_OK;
     m->lines[m->kept++] = '\n';
     return ampi_lines_write(m, function);
@@ -31354,7 +32114,7 @@ static amp_result ampi_lines_sync(amp_monitor *m, const char *function) {
     AMPI_TRY(ampi_lines_write(m, function));
     error = m->open ? ampi_file_sync(s, m->file) : 0;
     if (error == 0 || error == -EINVAL || error == -ENOTSUP) return AMP_OK;    /* such a file cannot be synced */
-    return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, strerror(-error));
+    return ampi_fail(AMP_ERR_WRITE, function, "%s: %s", m->desc.path, ampi_os_error(-error));
 }
 
 /* ---- Time */
@@ -31868,7 +32628,7 @@ static AMPI_COLD void ampi_monitor_free(amp_monitor *m) {
     const amp_backend *backend = ampi_backend(m->amp, &dev, &stream);
     int64_t i;
     int error = m->open ? ampi_file_close(s, m->file) : 0;
-    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, strerror(-error));
+    if (error != 0) ampi_log(m->amp, AMP_LOG_ERROR, 1214, "%s: %s", m->desc.path, ampi_os_error(-error));
     for (i = 0; i < m->mark_capacity; i++)
         if (m->marks[i].event != NULL) (backend->event_destroy)(dev, m->marks[i].event);
     ampi_free(s, m->marks, m->mark_capacity, sizeof *m->marks);
@@ -39312,6 +40072,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        On a GPU the tape's gradients of biases are summed where the gradient is written: in the backward of norms and of
        attention, or in the product that computes it (DGELU_BGRAD).  By hand: amp_norm_op.dx_bias and
        amp_linear_op.dx_bias with amp_linear_op.dy_summed, and amp_attention_op.qkv_bias.  Backends: .sums.
+       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads; paths
+       are UTF-8.  It compiles and links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's
+       files are matched by amp.h itself, with fnmatch's answers in the C locale.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.

@@ -323,6 +323,18 @@ static amp_result measure_paths(check *c) {
 }
 
 /* Seconds that all cores worked for anyone, or were taken by a hypervisor; -1: this system does not say. */
+#if defined(_WIN32)
+static double cores_here(void) { return (double)GetActiveProcessorCount(ALL_PROCESSOR_GROUPS); }
+static double cores_busy(void) {
+    FILETIME t[3];                  /* idle, kernel with idle, user, in 100 ns */
+    double seconds[3];
+    int i;
+    if (!GetSystemTimes(&t[0], &t[1], &t[2])) return -1;
+    for (i = 0; i < 3; i++) seconds[i] = 1e-7 * (4294967296.0 * t[i].dwHighDateTime + t[i].dwLowDateTime);
+    return seconds[1] + seconds[2] - seconds[0];
+}
+#else
+static double cores_here(void) { return (double)sysconf(_SC_NPROCESSORS_ONLN); }
 static double cores_busy(void) {
     double user, nice, system, idle, waits, interrupts, soft, stolen;
     FILE *file = fopen("/proc/stat", "r");
@@ -333,6 +345,7 @@ static double cores_busy(void) {
     fclose(file);
     return n == 8 ? (user + nice + system + interrupts + soft + stolen) / (double)sysconf(_SC_CLK_TCK) : -1;
 }
+#endif
 
 static void measure_rates(check *c) {
     double products[PRECISIONS], copies[PRECISIONS], n = (double)c->size, busy = cores_busy(), began = ex_seconds();
@@ -345,7 +358,7 @@ static void measure_rates(check *c) {
         if (measure_paths(c) != AMP_OK) add_error(c, "products by other paths");
     }
     own = (double)clock() / CLOCKS_PER_SEC - own;
-    others = (cores_busy() - busy - own) / ((ex_seconds() - began) * (double)sysconf(_SC_NPROCESSORS_ONLN));
+    others = (cores_busy() - busy - own) / ((ex_seconds() - began) * cores_here());
     c->disturbed = busy < 0 ? -1 : others < 0.05 ? 0 : others;      /* below that is the system itself */
     if (measure_copies(c, copies, &values) != AMP_OK) { add_error(c, "copies"); return; }
     for (i = 0; i < PRECISIONS; i++) {

@@ -24,18 +24,26 @@
 #include "../amp.h"
 #include <errno.h>
 #include <fcntl.h>
-#include <netdb.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
-#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
-#include <sys/socket.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(_WIN32)
+#  include <winsock2.h>
+#  include <ws2tcpip.h>
+#  include <windows.h>
+#  undef near
+#  undef far
+#else
+#  include <netdb.h>
+#  include <netinet/in.h>
+#  include <netinet/tcp.h>
+#  include <poll.h>
+#  include <sys/resource.h>
+#  include <sys/socket.h>
+#endif
 
 typedef struct amp_tcp_desc {
     int32_t rank, world;        /* world: 1 to 1024 */
@@ -93,23 +101,111 @@ typedef struct amp_tcp {
 
 static const uint32_t amp_tcp_magic = 0x414d5054;
 
+/* ---- Sockets of POSIX, and Windows', whose functions have other names and leave their errors elsewhere. */
+
+#if defined(_WIN32)
+typedef struct amp_tcp_error { int number, error; const char *text; } amp_tcp_error;
+static const amp_tcp_error amp_tcp_errors[] = {
+    {WSAEWOULDBLOCK, EWOULDBLOCK, "it would wait"}, {WSAEINTR, EINTR, "interrupted"},
+    {WSAECONNREFUSED, ECONNREFUSED, "Connection refused"}, {WSAETIMEDOUT, ETIMEDOUT, "Connection timed out"},
+    {WSAEADDRINUSE, EADDRINUSE, "Address already in use"}, {WSAEMFILE, EMFILE, "Too many open files"},
+    {WSAEADDRNOTAVAIL, EADDRNOTAVAIL, "Cannot assign requested address"},
+    {WSAECONNRESET, ECONNRESET, "Connection reset by peer"}, {WSAEHOSTUNREACH, EHOSTUNREACH, "No route to host"},
+    {WSAENETUNREACH, ENETUNREACH, "Network is unreachable"}, {WSAEACCES, EACCES, "Permission denied"}
+};
+enum { amp_tcp_n_errors = sizeof amp_tcp_errors / sizeof *amp_tcp_errors };
+/* A call's result; sets errno if it has failed. */
+static inline int amp_tcp_noted(int result) {
+    int i, error = WSAGetLastError();
+    if (result >= 0) return result;
+    errno = EIO;
+    for (i = 0; i < amp_tcp_n_errors; i++) if (amp_tcp_errors[i].number == error) errno = amp_tcp_errors[i].error;
+    return -1;
+}
+static inline const char *amp_tcp_error_text(int error) {
+    int i;
+    for (i = 0; i < amp_tcp_n_errors; i++)
+        if (amp_tcp_errors[i].error == error || amp_tcp_errors[i].number == error) return amp_tcp_errors[i].text;
+    return strerror(error);
+}
+static inline int amp_tcp_begun(void) {
+    WSADATA data;
+    return WSAStartup(MAKEWORD(2, 2), &data) == 0;
+}
+static inline int amp_tcp_size(size_t bytes) { return bytes < 1 << 30 ? (int)bytes : 1 << 30; }
+static inline ssize_t amp_tcp_send(int fd, const void *data, size_t bytes) {
+    return amp_tcp_noted(send((SOCKET)fd, (const char *)data, amp_tcp_size(bytes), 0));
+}
+static inline ssize_t amp_tcp_recv(int fd, void *data, size_t bytes) {
+    return amp_tcp_noted(recv((SOCKET)fd, (char *)data, amp_tcp_size(bytes), 0));
+}
+static inline void amp_tcp_drop(int fd) { (void)closesocket((SOCKET)fd); }
+static inline void amp_tcp_sleep(int milliseconds) { Sleep((DWORD)milliseconds); }
+static inline int amp_tcp_poll(struct pollfd *polls, size_t n, int milliseconds) {
+    return WSAPoll(polls, (ULONG)n, milliseconds);
+}
+static inline int amp_tcp_unblock(int fd) {
+    u_long on = 1;
+    return ioctlsocket((SOCKET)fd, (long)FIONBIO, &on);
+}
+static inline int amp_tcp_raise_limit(void) { return 0; }
+/* SO_REUSEADDR would let another program take the port. */
+static const int amp_tcp_reuse = ~SO_REUSEADDR, amp_tcp_in_progress = EWOULDBLOCK;
+static inline int amp_tcp_replace(const char *from, const char *to) {
+    amp_system s;
+    amp_system_default(&s);
+    errno = -s.file_rename(s.user, from, to);
+    return errno == 0 ? 0 : -1;
+}
+BOOLEAN NTAPI SystemFunction036(PVOID buffer, ULONG bytes);         /* RtlGenRandom */
+static inline int amp_tcp_random(void *data, size_t bytes) { return SystemFunction036(data, (ULONG)bytes) != 0; }
+#else
+static inline int amp_tcp_noted(int result) { return result; }
+static inline const char *amp_tcp_error_text(int error) { return strerror(error); }
+static inline int amp_tcp_begun(void) { return 1; }
+static inline ssize_t amp_tcp_send(int fd, const void *data, size_t bytes) {
+#if defined(MSG_NOSIGNAL)
+    return send(fd, data, bytes, MSG_NOSIGNAL);         /* an error, not a signal, if the peer has closed */
+#else
+    return send(fd, data, bytes, 0);
+#endif
+}
+static inline ssize_t amp_tcp_recv(int fd, void *data, size_t bytes) { return recv(fd, data, bytes, 0); }
+static inline void amp_tcp_drop(int fd) { close(fd); }
+static inline void amp_tcp_sleep(int milliseconds) { (void)poll(NULL, 0, milliseconds); }
+static inline int amp_tcp_poll(struct pollfd *polls, size_t n, int milliseconds) {
+    return poll(polls, (nfds_t)n, milliseconds);
+}
+static inline int amp_tcp_unblock(int fd) {
+    return fcntl(fd, F_SETFL, O_NONBLOCK) != 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) != 0 ? -1 : 0;
+}
+/* A world of 1024 needs 2046 connections, more than the usual soft limit on open files: 1 if that could be raised. */
+static inline int amp_tcp_raise_limit(void) {
+    struct rlimit files;
+    if (errno != EMFILE || getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == files.rlim_max) return 0;
+    files.rlim_cur = files.rlim_max;
+    return setrlimit(RLIMIT_NOFILE, &files) == 0;
+}
+static const int amp_tcp_reuse = SO_REUSEADDR, amp_tcp_in_progress = EINPROGRESS;
+static inline int amp_tcp_replace(const char *from, const char *to) { return rename(from, to); }
+/* Bytes that nobody can guess; 0: the system has none. */
+static inline int amp_tcp_random(void *data, size_t bytes) {
+    FILE *f = fopen("/dev/urandom", "rb");
+    size_t n = f != NULL ? fread(data, 1, bytes, f) : 0;
+    if (f != NULL) fclose(f);
+    return n == bytes;
+}
+#endif
+
 /* ---- Failing: the first reason stays, and all ranks hear it */
 
 static inline int64_t amp_tcp_now(void) {       /* milliseconds */
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
+    amp_system s;
+    amp_system_default(&s);
+    return s.clock_ns(s.user) / 1000000;
 }
 
 static inline int amp_tcp_would_wait(void) { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
-
-static inline ssize_t amp_tcp_send(int socket, const void *data, size_t bytes) {
-#if defined(MSG_NOSIGNAL)
-    return send(socket, data, bytes, MSG_NOSIGNAL);     /* an error, not a signal, if the peer has closed */
-#else
-    return send(socket, data, bytes, 0);
-#endif
-}
 
 static inline void amp_tcp_say(const amp_tcp *t, int socket, amp_tcp_kind kind, const char *text) {
     amp_tcp_word word;
@@ -141,10 +237,10 @@ static inline amp_result amp_tcp_refuse(amp_tcp *t, amp_result result, const cha
 /* Takes what rank i says; 0: it has closed without a word. */
 static inline int amp_tcp_take_word(amp_tcp *t, int32_t i) {
     amp_tcp_peer *p = &t->peers[i];
-    ssize_t n = recv(p->words, (char *)&p->word + p->heard, sizeof p->word - p->heard, 0);
+    ssize_t n = amp_tcp_recv(p->words, (char *)&p->word + p->heard, sizeof p->word - p->heard);
     if (n < 0 && amp_tcp_would_wait()) return 1;
     if (n <= 0) {
-        close(p->words);
+        amp_tcp_drop(p->words);
         p->words = -1;
         return p->said_bye;
     }
@@ -162,7 +258,7 @@ static inline amp_result amp_tcp_gone(amp_tcp *t, int32_t i, const char *why) {
     int32_t k;
     while (t->why[0] == 0 && amp_tcp_now() < deadline) {
         for (k = 0; k < t->world && t->why[0] == 0; k++) if (t->peers[k].words >= 0) (void)amp_tcp_take_word(t, k);
-        (void)poll(NULL, 0, 2);
+        amp_tcp_sleep(2);
     }
     return amp_tcp_fail(t, "rank %d is gone: %s", (int)i, why);
 }
@@ -182,7 +278,7 @@ static inline int amp_tcp_move(amp_tcp *t, amp_tcp_peer *p, int sends) {
         at = *done < head ? *done : *done - head;
         n = (*done < head ? head : end) - *done;
         if (sends) moved = amp_tcp_send(p->data, (*done < head ? (const char *)&t->call : p->out) + at, n);
-        else moved = recv(p->data, (*done < head ? (char *)&p->call : p->in) + at, n, 0);
+        else moved = amp_tcp_recv(p->data, (*done < head ? (char *)&p->call : p->in) + at, n);
         if (moved > 0) *done += (size_t)moved;
         if (!sends && *done == head && memcmp(&p->call, &t->call, head) != 0) return 1;
     }
@@ -232,7 +328,7 @@ static inline amp_result amp_tcp_serve(amp_tcp *t, int32_t i) {
     char mine[80], theirs[80];
     if (t->polls[i].revents != 0) amp_tcp_hear(t, i);
     if (((data & POLLOUT) != 0 && !amp_tcp_move(t, p, 1)) || ((data & ~POLLOUT) != 0 && !amp_tcp_move(t, p, 0))) {
-        close(p->data);             /* why will be said, or that connection closes too */
+        amp_tcp_drop(p->data);             /* why will be said, or that connection closes too */
         p->data = -1;
     }
     if (p->received >= sizeof p->call && memcmp(&p->call, &t->call, sizeof t->call) != 0)
@@ -264,7 +360,7 @@ static inline amp_result amp_tcp_exchange(amp_tcp *t) {
     while (t->why[0] == 0 && (late = amp_tcp_polls(t, listens)) >= 0) {
         left = deadline - amp_tcp_now();
         if (!listens && left > SLOW) left = SLOW;
-        if (poll(t->polls, (nfds_t)t->world * 2, left > 0 ? (int)left : 0) > 0) {
+        if (amp_tcp_poll(t->polls, (size_t)t->world * 2, left > 0 ? (int)left : 0) > 0) {
             for (i = 0; i < t->world; i++) if (amp_tcp_serve(t, i) != AMP_OK) return AMP_ERR_REDUCE;
             deadline = amp_tcp_now() + t->timeout_ms;
             listens = amp_tcp_lost_data(t);
@@ -450,19 +546,12 @@ static inline int amp_tcp_barrier(amp_tcp *t) {
     return amp_tcp_end_call(t, amp_tcp_exchange(t));
 }
 
-/* ---- Sockets */
-
-/* A world of 1024 needs 2046 connections, more than the usual soft limit on open files: 1 if that could be raised. */
-static inline int amp_tcp_raise_limit(void) {
-    struct rlimit files;
-    if (errno != EMFILE || getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur == files.rlim_max) return 0;
-    files.rlim_cur = files.rlim_max;
-    return setrlimit(RLIMIT_NOFILE, &files) == 0;
-}
+/* ---- Connections */
 
 static inline int amp_tcp_socket(const struct addrinfo *a) {
-    int fd = socket(a->ai_family, a->ai_socktype, a->ai_protocol);
-    return fd >= 0 || !amp_tcp_raise_limit() ? fd : socket(a->ai_family, a->ai_socktype, a->ai_protocol);
+    int fd = amp_tcp_noted((int)socket(a->ai_family, a->ai_socktype, a->ai_protocol));
+    if (fd >= 0 || !amp_tcp_raise_limit()) return fd;
+    return amp_tcp_noted((int)socket(a->ai_family, a->ai_socktype, a->ai_protocol));
 }
 
 /* Sets what all our sockets have; returns -1, and closes it, if that fails.  SO_REUSEADDR also on those that connect:
@@ -470,9 +559,9 @@ static inline int amp_tcp_socket(const struct addrinfo *a) {
 static inline int amp_tcp_prepare(int fd) {
     int one = 1;
     if (fd < 0) return -1;
-    (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-    if (fcntl(fd, F_SETFL, O_NONBLOCK) != 0 || fcntl(fd, F_SETFD, FD_CLOEXEC) != 0) { close(fd); return -1; }
-    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    (void)setsockopt(fd, SOL_SOCKET, amp_tcp_reuse, (const char *)&one, sizeof one);
+    if (amp_tcp_unblock(fd) != 0) { amp_tcp_drop(fd); return -1; }
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, (const char *)&one, sizeof one);
 #if defined(SO_NOSIGPIPE)
     (void)setsockopt(fd, SOL_SOCKET, SO_NOSIGPIPE, &one, sizeof one);
 #endif
@@ -487,7 +576,7 @@ static inline int amp_tcp_ready(int fd, int events, int64_t deadline) {
     one.events = (short)events;
     do {
         left = deadline - amp_tcp_now();
-        if (poll(&one, 1, left > 0 ? (int)left : 0) > 0) return 1;
+        if (amp_tcp_poll(&one, 1, left > 0 ? (int)left : 0) > 0) return 1;
     } while (left > 0);
     return 0;
 }
@@ -497,7 +586,7 @@ static inline int amp_tcp_receive(int fd, void *data, size_t bytes, int64_t dead
     size_t done = 0;
     ssize_t n;
     while (done < bytes && amp_tcp_ready(fd, POLLIN, deadline)) {
-        n = recv(fd, (char *)data + done, bytes - done, 0);
+        n = amp_tcp_recv(fd, (char *)data + done, bytes - done);
         if (n == 0 || (n < 0 && !amp_tcp_would_wait())) return 0;
         if (n > 0) done += (size_t)n;
     }
@@ -524,14 +613,15 @@ static inline int amp_tcp_listen(const char *host, int32_t port, const char **wh
     int fd = -1, error = 0;
     for (a = found; a != NULL && fd < 0; a = a->ai_next) {
         fd = amp_tcp_prepare(amp_tcp_socket(a));
-        if (fd >= 0 && (bind(fd, a->ai_addr, a->ai_addrlen) != 0 || listen(fd, 4096) != 0)) {
+        if (fd >= 0 && (amp_tcp_noted(bind(fd, a->ai_addr, a->ai_addrlen)) != 0 ||
+                        amp_tcp_noted(listen(fd, 4096)) != 0)) {
             error = errno;
-            close(fd);
+            amp_tcp_drop(fd);
             fd = -1;
         } else if (fd < 0) error = errno;
     }
     if (found != NULL) freeaddrinfo(found);
-    if (found != NULL && fd < 0) *why = strerror(error);
+    if (found != NULL && fd < 0) *why = amp_tcp_error_text(error);
     errno = error;
     return fd;
 }
@@ -543,12 +633,13 @@ static inline int amp_tcp_connect(const char *host, int32_t port, int64_t deadli
     socklen_t size = sizeof error;
     for (a = found; a != NULL && fd < 0; a = a->ai_next) {
         fd = amp_tcp_prepare(amp_tcp_socket(a));
-        error = fd < 0 || (connect(fd, a->ai_addr, a->ai_addrlen) != 0 && errno != EINPROGRESS) ? errno : 0;
+        error = fd < 0 || (amp_tcp_noted(connect(fd, a->ai_addr, a->ai_addrlen)) != 0 && errno != amp_tcp_in_progress)
+                    ? errno : 0;
         if (error == 0 && !amp_tcp_ready(fd, POLLOUT, deadline)) error = ETIMEDOUT;
-        if (error == 0) (void)getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size);
+        if (error == 0) (void)getsockopt(fd, SOL_SOCKET, SO_ERROR, (char *)&error, &size);
         if (error == 0) break;
-        *why = strerror(error);
-        if (fd >= 0) close(fd);
+        *why = amp_tcp_error_text(error);
+        if (fd >= 0) amp_tcp_drop(fd);
         fd = -1;
     }
     if (found != NULL) freeaddrinfo(found);
@@ -571,8 +662,6 @@ static inline void amp_tcp_end(int fd, int peer, amp_tcp_place *out) {
 static inline int amp_tcp_is_loopback(const char *host) {
     return strncmp(host, "127.", 4) == 0 || strcmp(host, "::1") == 0;
 }
-
-static inline void amp_tcp_sleep(int milliseconds) { (void)poll(NULL, 0, milliseconds); }
 
 /* ---- Joining.  All connect to rank 0, which waits until all are there, and tells each where the others listen.  Then
    every rank connects to those below it, once for data and once for words, while it accepts those above it.  A
@@ -633,7 +722,7 @@ static inline int amp_tcp_same_secret(const char *a, const char *b) {
 static inline void amp_tcp_turn_away(amp_tcp_join *j, amp_tcp_guest *g, const char *why) {
     amp_tcp_place from;
     amp_tcp_end(g->fd, 1, &from);
-    close(g->fd);
+    amp_tcp_drop(g->fd);
     j->turned_away++;
     snprintf(j->stranger, sizeof j->stranger, "%s, port %d, %s", from.host[0] != 0 ? from.host : "an unknown address",
              (int)from.port, why);
@@ -667,7 +756,7 @@ static inline void amp_tcp_admit(amp_tcp_join *j, amp_tcp_guest *g) {
         (void)amp_tcp_fail(t, "two processes were started as rank %d", (int)h->rank);
     if (t->why[0] != 0) {
         amp_tcp_say(t, g->fd, amp_tcp_failed, t->why);
-        close(g->fd);
+        amp_tcp_drop(g->fd);
         return;
     }
     t->peers[h->rank].words = g->fd;
@@ -684,7 +773,7 @@ static inline void amp_tcp_accept_peer(amp_tcp_join *j, amp_tcp_guest *g) {
         return;
     }
     place = h->purpose == (int32_t)amp_tcp_brings_data ? &j->t->peers[h->rank].data : &j->t->peers[h->rank].words;
-    if (*place >= 0) close(*place);
+    if (*place >= 0) amp_tcp_drop(*place);
     *place = g->fd;
     amp_tcp_say(j->t, g->fd, amp_tcp_welcome, "");
     j->deadline = amp_tcp_now() + j->t->timeout_ms;     /* many ranks take their time, but none may hang */
@@ -692,7 +781,7 @@ static inline void amp_tcp_accept_peer(amp_tcp_join *j, amp_tcp_guest *g) {
 
 /* Reads a guest's hello; 0: it is not done.  Who is not one of us is sent away. */
 static inline int amp_tcp_greet(amp_tcp_join *j, amp_tcp_guest *g) {
-    ssize_t n = recv(g->fd, (char *)&g->hello + g->heard, sizeof g->hello - g->heard, 0);
+    ssize_t n = amp_tcp_recv(g->fd, (char *)&g->hello + g->heard, sizeof g->hello - g->heard);
     if (n < 0 && amp_tcp_would_wait()) return 0;
     if (n > 0 && (g->heard += (size_t)n) < sizeof g->hello) return 0;
     g->hello.job[sizeof g->hello.job - 1] = 0;
@@ -711,7 +800,7 @@ static inline int amp_tcp_greet(amp_tcp_join *j, amp_tcp_guest *g) {
 static inline void amp_tcp_take_guests(amp_tcp_join *j) {
     int fd, k, oldest;
     errno = 0;
-    while ((fd = amp_tcp_prepare(accept(j->listener, NULL, NULL))) >= 0 || amp_tcp_raise_limit()) {
+    while ((fd = amp_tcp_prepare(amp_tcp_noted((int)accept(j->listener, NULL, NULL)))) >= 0 || amp_tcp_raise_limit()) {
         amp_tcp_guest *g;
         if (fd < 0) continue;
         if (j->n_guests == j->most_guests) {
@@ -740,7 +829,7 @@ static inline void amp_tcp_listen_to_all(amp_tcp_join *j) {
         j->polls[i].events = POLLIN;
         j->polls[i].revents = 0;
     }
-    if (poll(j->polls, (nfds_t)t->world, 0) <= 0) return;
+    if (amp_tcp_poll(j->polls, (size_t)t->world, 0) <= 0) return;
     for (i = 0; i < t->world && t->why[0] == 0; i++) if (j->polls[i].revents != 0) amp_tcp_hear(t, i);
 }
 
@@ -755,7 +844,7 @@ static inline void amp_tcp_receive_guests(amp_tcp_join *j, int fd, int milliseco
         j->polls[i].events = POLLIN;
         j->polls[i].revents = 0;
     }
-    if (poll(j->polls, (nfds_t)n, milliseconds) > 0) {
+    if (amp_tcp_poll(j->polls, (size_t)n, milliseconds) > 0) {
         int came = j->polls[0].revents != 0;
         for (i = j->n_guests - 1; i >= 0; i--)
             if (guests[i].revents != 0 && amp_tcp_greet(j, &j->guests[i])) j->guests[i] = j->guests[--j->n_guests];
@@ -832,7 +921,7 @@ static inline amp_result amp_tcp_file_write(amp_tcp_join *j, const char *line) {
     if (f == NULL && fd >= 0) close(fd);
     bad = f == NULL || fputs(line, f) < 0;
     if (f != NULL && fclose(f) != 0) bad = 1;
-    if (bad || rename(path, j->desc->file) != 0)
+    if (bad || amp_tcp_replace(path, j->desc->file) != 0)
         return amp_tcp_fail(j->t, "%.150s: %s", j->desc->file, strerror(errno));
     return AMP_OK;
 }
@@ -841,21 +930,13 @@ static inline void amp_tcp_own_name(char name[256]) {
     name[255] = 0;
 }
 
-/* Bytes that nobody can guess; 0: the system has none. */
-static inline int amp_tcp_random(void *data, size_t bytes) {
-    FILE *f = fopen("/dev/urandom", "rb");
-    size_t n = f != NULL ? fread(data, 1, bytes, f) : 0;
-    if (f != NULL) fclose(f);
-    return n == bytes;
-}
-
 /* The number of this run, not 0. */
 static inline uint64_t amp_tcp_new_key(void) {
     uint64_t key = 0;
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
+    amp_system s;
+    amp_system_default(&s);
     if (!amp_tcp_random(&key, sizeof key))
-        key = ((uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec) * UINT64_C(0x9e3779b97f4a7c15);
+        key = ((uint64_t)time(NULL) * 1000000000u ^ (uint64_t)s.clock_ns(s.user)) * UINT64_C(0x9e3779b97f4a7c15);
     return key | 1;
 }
 
@@ -889,7 +970,7 @@ static inline amp_result amp_tcp_lead(amp_tcp_join *j) {
     if (j->listener >= 0) amp_tcp_end(j->listener, 0, &own);
     if (j->listener >= 0 && file == NULL && amp_tcp_check_reach(j, own.host) != AMP_OK) return AMP_ERR_REDUCE;
     if (j->listener >= 0 && file == NULL && amp_tcp_listens_wide(j, own.host)) {
-        close(j->listener);
+        amp_tcp_drop(j->listener);
         j->listener = amp_tcp_listen(NULL, j->desc->port, &why);
     }
     if (j->listener < 0 && errno == EADDRINUSE)
@@ -948,9 +1029,9 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
     int fd = amp_tcp_connect(host, port, j->deadline, why);
     if (fd < 0) return 0;
     amp_tcp_end(fd, 0, &own);
-    if (amp_tcp_check_reach(j, own.host) != AMP_OK) { close(fd); return 0; }
+    if (amp_tcp_check_reach(j, own.host) != AMP_OK) { amp_tcp_drop(fd); return 0; }
     if (j->listener < 0) j->listener = amp_tcp_listen(amp_tcp_listens_wide(j, own.host) ? NULL : own.host, 0, why);
-    if (j->listener < 0) { close(fd); return 0; }
+    if (j->listener < 0) { amp_tcp_drop(fd); return 0; }
     amp_tcp_end(j->listener, 0, &own);
     hello = amp_tcp_greeting(j, amp_tcp_joins, own.port);
     *why = "what listens there is not rank 0 of this job";
@@ -962,7 +1043,7 @@ static inline int amp_tcp_knock(amp_tcp_join *j, const char *host, int32_t port,
         snprintf(j->told, sizeof j->told, "%s", word->text);
         if (word->kind == (int32_t)amp_tcp_failed) (void)amp_tcp_fail(t, "%.*s", (int)sizeof t->why - 1, word->text);
     }
-    close(fd);
+    amp_tcp_drop(fd);
     return 0;
 }
 
@@ -972,7 +1053,7 @@ static inline int amp_tcp_answered(amp_tcp_join *j, int fd) {
     size_t heard = 0;
     ssize_t n;
     while (j->t->why[0] == 0 && amp_tcp_now() < j->deadline) {
-        n = recv(fd, (char *)&word + heard, sizeof word - heard, 0);
+        n = amp_tcp_recv(fd, (char *)&word + heard, sizeof word - heard);
         if (n == 0 || (n < 0 && !amp_tcp_would_wait())) return -1;
         if (n > 0 && (heard += (size_t)n) == sizeof word)
             return word.magic == amp_tcp_magic && word.kind == (int32_t)amp_tcp_welcome ? 1 : -1;
@@ -991,7 +1072,7 @@ static inline int amp_tcp_reach(amp_tcp_join *j, int32_t rank, amp_tcp_purpose p
         int fd = amp_tcp_connect(here ? j->master.host : p->host, p->port, j->deadline, &why), answer = -1;
         if (fd >= 0 && amp_tcp_send_all(fd, &hello, sizeof hello, j->deadline)) answer = amp_tcp_answered(j, fd);
         if (answer > 0) { j->deadline = amp_tcp_now() + j->t->timeout_ms; return fd; }
-        if (fd >= 0) { close(fd); why = answer < 0 ? "its connection has closed" : "no answer"; }
+        if (fd >= 0) { amp_tcp_drop(fd); why = answer < 0 ? "its connection has closed" : "no answer"; }
         amp_tcp_receive_guests(j, -1, 20);
     }
     if (j->t->why[0] == 0)
@@ -1034,8 +1115,8 @@ static inline void amp_tcp_close(amp_tcp *t) {
     int32_t i;
     for (i = 0; i < t->world && t->peers != NULL; i++) {
         if (t->why[0] == 0) amp_tcp_say(t, t->peers[i].words, amp_tcp_bye, "");
-        if (t->peers[i].words >= 0) close(t->peers[i].words);
-        if (t->peers[i].data >= 0) close(t->peers[i].data);
+        if (t->peers[i].words >= 0) amp_tcp_drop(t->peers[i].words);
+        if (t->peers[i].data >= 0) amp_tcp_drop(t->peers[i].data);
     }
     free(t->peers);
     free(t->polls);
@@ -1091,6 +1172,7 @@ static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     int k;
     memset(t, 0, sizeof *t);
     if (j == NULL) return amp_tcp_refuse(t, AMP_ERR_MEMORY, "no memory");
+    if (!amp_tcp_begun()) { free(j); return amp_tcp_refuse(t, AMP_ERR_REDUCE, "Windows has no sockets here"); }
     result = amp_tcp_check(t, desc);
     if (result != AMP_OK) { free(j); return result; }
     t->rank = desc->rank;
@@ -1103,8 +1185,8 @@ static inline amp_result amp_tcp_open(amp_tcp *t, const amp_tcp_desc *desc) {
     j->deadline = amp_tcp_now() + t->timeout_ms;
     result = amp_tcp_make(t, j);
     if (result == AMP_OK && t->world > 1) result = t->rank == 0 ? amp_tcp_lead(j) : amp_tcp_follow(j);
-    for (k = 0; k < j->n_guests; k++) close(j->guests[k].fd);
-    if (j->listener >= 0) close(j->listener);
+    for (k = 0; k < j->n_guests; k++) amp_tcp_drop(j->guests[k].fd);
+    if (j->listener >= 0) amp_tcp_drop(j->listener);
     free(j->places);
     free(j->guests);
     free(j->polls);

@@ -18,6 +18,13 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+#if defined(_WIN32)
+#  include "on_windows.h"
+#else
+#  include <glob.h>
+#  include <langinfo.h>
+#  include <sys/ioctl.h>
+#endif
 
 /* Leaves the calling function with the first result that is not AMP_OK. */
 #define EX_TRY(call) do { amp_result try_result = (call); if (try_result != AMP_OK) return try_result; } while (0)
@@ -59,9 +66,9 @@ static inline int ex_word_place(const char *words, const char *text) {
 /* ---- Output, signals, folders */
 
 static inline double ex_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+    amp_system s;
+    amp_system_default(&s);
+    return 1e-9 * (double)s.clock_ns(s.user);
 }
 
 /* Fails the program if its output was not written, as on a full disk. */
@@ -71,15 +78,15 @@ static inline void ex_check_output(void) {
     _exit(1);
 }
 
-/* Called first in main.  Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the
-   printed text; a limit on file sizes (ulimit -f) becomes a write error instead of a signal. */
-static inline void ex_begin(void) {
+#if !defined(_WIN32)
+/* Opens closed standard descriptors on /dev/null, so that no file gets their numbers and the printed text; a limit on
+   file sizes (ulimit -f) becomes a write error instead of a signal. */
+static inline void ex_system_begin(void) {
     int fd;
     do fd = open("/dev/null", O_RDWR);
     while (fd >= 0 && fd < 3);
     if (fd >= 0) close(fd);
     signal(SIGXFSZ, SIG_IGN);
-    atexit(ex_check_output);
 }
 
 /* Handles the signals that ask a program to end: Ctrl-C, kill, and, unless nohup is used, a closed terminal. */
@@ -93,6 +100,32 @@ static inline void ex_on_ending_signals(void (*handler)(int), int flags) {
     for (i = 0; i < 3; i++)
         if (numbers[i] != SIGHUP || (sigaction(SIGHUP, NULL, &before) == 0 && before.sa_handler != SIG_IGN))
             sigaction(numbers[i], &action, NULL);
+}
+
+static inline int ex_folder_new(const char *path) { return mkdir(path, 0777); }
+static inline void ex_host_name(char *name, size_t size) { (void)gethostname(name, size - 1); }
+/* 1 unless no process has this number. */
+static inline int ex_process_runs(long pid) { return kill((pid_t)pid, 0) == 0 || errno != ESRCH; }
+static inline void ex_sleep(double seconds) {
+    struct timespec nap;
+    nap.tv_sec = (time_t)seconds;
+    nap.tv_nsec = (long)((seconds - (double)nap.tv_sec) * 1e9);
+    nanosleep(&nap, NULL);
+}
+/* Columns and rows of the terminal, or 0. */
+static inline int ex_terminal(int *rows) {
+    struct winsize size;
+    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0) return *rows = 0;
+    *rows = size.ws_row;
+    return size.ws_col;
+}
+static inline int ex_terminal_is_utf8(void) { return strcmp(nl_langinfo(CODESET), "UTF-8") == 0; }
+#endif
+
+/* Called first in main. */
+static inline void ex_begin(void) {
+    ex_system_begin();
+    atexit(ex_check_output);
 }
 
 /* The first signal asks the program to stop when it is ready; the second ends it at once.  Installed once there is
@@ -110,9 +143,9 @@ static inline amp_result ex_folder_make(const char *path) {
     for (i = 0; path[i] != 0; i++) {
         part[i] = path[i];
         part[i + 1] = 0;
-        if (path[i] != '/' || i == 0) continue;
+        if (path[i] != '/' || i == 0 || path[i - 1] == ':') continue;        /* "C:" is a volume */
         part[i] = 0;
-        if (mkdir(part, 0777) != 0 && errno != EEXIST)
+        if (ex_folder_new(part) != 0 && errno != EEXIST)
             return ex_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(errno));
         if (stat(part, &info) == 0 && !S_ISDIR(info.st_mode))
             return ex_fail(AMP_ERR_OPEN, "%s: %s", part, strerror(ENOTDIR));
@@ -126,7 +159,7 @@ static inline int ex_made_here(const char *text) {
     char host[32] = "";
     size_t n;
     if (*text == 0) return 1;
-    (void)gethostname(host, sizeof host - 1);
+    ex_host_name(host, sizeof host);
     n = strcspn(host, "/");
     return *text == '@' && strncmp(text + 1, host, n) == 0 && text[1 + n] == '-' &&
            strspn(text + 2 + n, "0123456789abcdef") == 16 && text[18 + n] == 0;
@@ -139,7 +172,7 @@ static inline int ex_remove_if_unfinished(void *path, const char *name) {
     long pid;
     if (strncmp(name, base, n) != 0 || strncmp(name + n, ".tmp", 4) != 0) return 0;
     pid = strtol(name + n + 4, &end, 10);
-    if (pid <= 0 || !ex_made_here(end) || kill((pid_t)pid, 0) == 0 || errno != ESRCH) return 0;
+    if (pid <= 0 || !ex_made_here(end) || ex_process_runs(pid)) return 0;
     if (snprintf(full, sizeof full, "%.*s%s", (int)(base - (const char *)path), (const char *)path, name) < PATH_MAX)
         unlink(full);
     return 0;

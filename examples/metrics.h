@@ -38,14 +38,18 @@ static inline void metrics_end(FILE *file) {
 
 /* Metrics through a monitor, a line at a time: made between metrics_begin(m->file, ...) and metrics_line_end. */
 typedef struct metrics_line {
-    FILE *file;                     /* the line in memory (open_memstream); NULL: no metrics */
+    FILE *file;                     /* the line in memory (open_memstream), on Windows in a file; NULL: no metrics */
     char *text;
     size_t bytes;
     int warned;                     /* 1: the user knows that metrics cannot be written */
 } metrics_line;
 
 static inline amp_result metrics_line_open(metrics_line *m) {
+#if defined(_WIN32)
+    m->file = ex_scratch();
+#else
     m->file = open_memstream(&m->text, &m->bytes);
+#endif
     return m->file != NULL ? AMP_OK : ex_fail(AMP_ERR_MEMORY, "no memory for metrics");
 }
 static inline void metrics_line_close(metrics_line *m) {
@@ -61,9 +65,22 @@ static inline amp_result metrics_tolerate(metrics_line *m, amp_result result) {
     m->warned = 1;
     return AMP_OK;
 }
+/* Sets text and bytes to what was written. */
+static inline int metrics_line_text(metrics_line *m) {
+#if defined(_WIN32)
+    long n = ftell(m->file);
+    char *text = (char *)realloc(m->text, (size_t)(n > 0 ? n : 1));
+    if (text == NULL) return 0;
+    m->text = text;
+    rewind(m->file);
+    m->bytes = fread(text, 1, (size_t)(n > 0 ? n : 0), m->file);
+#endif
+    return m->bytes > 0;
+}
 static inline void metrics_line_end(metrics_line *m, amp_monitor *monitor) {
     if (m->file == NULL) return;
     metrics_end(m->file);
+    if (!metrics_line_text(m)) return;
     m->text[m->bytes - 1] = 0;
     (void)metrics_tolerate(m, amp_monitor_write(monitor, m->text));
     rewind(m->file);

@@ -2,10 +2,10 @@
 #ifndef EXAMPLE_PROGRESS_H
 #define EXAMPLE_PROGRESS_H
 
+#include "example.h"
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 /* On a terminal one line, redrawn; in a log file a plain line every `every` steps. */
@@ -19,7 +19,7 @@ static inline void progress_open(progress *p, int64_t total) {
     p->terminal = isatty(STDOUT_FILENO);
     p->total = total;
     p->every = total > 20 ? total / 20 : 1;
-    if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, 0);
+    if (!p->terminal) setvbuf(stdout, NULL, _IOLBF, BUFSIZ);
 }
 
 /* Clears the line on the terminal, before something else is printed. */
@@ -29,9 +29,8 @@ static inline void progress_clear(progress *p) {
 }
 
 static inline int progress_width(void) {
-    struct winsize size;
-    if (ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) != 0 || size.ws_col < 20) return 80;
-    return size.ws_col;
+    int rows, columns = ex_terminal(&rows);
+    return columns < 20 ? 80 : columns;
 }
 
 /* Shows "[####....] text" for step of total; last 1: this was the last one. */

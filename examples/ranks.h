@@ -40,12 +40,17 @@ static inline void ranks_stop_on_signal(int signal_number) { (void)signal_number
 
 /* Ctrl-C and a closed terminal stop as in other examples.  The signals of clusters may come several times. */
 static inline void ranks_stop_install(void) {
+#if defined(_WIN32)
+    ex_stop_install();
+    signal(SIGTERM, ranks_stop_on_signal);
+#else
     struct sigaction action;
     ex_stop_install();
     memset(&action, 0, sizeof action);
     action.sa_handler = ranks_stop_on_signal;
     sigaction(SIGTERM, &action, NULL);
     sigaction(SIGUSR1, &action, NULL);
+#endif
 }
 static inline int ranks_exit_code(void) { return ex_stop_requested > 1 ? ranks_again : ex_stop_requested ? 130 : 0; }
 

@@ -77,7 +77,8 @@ static inline amp_result board_open(board *b, const char *folder) {
     char host[64] = "";
     double now = board_now();
     b->file = NULL;
-    if (gethostname(host, sizeof host - 1) != 0 || host[0] == 0) snprintf(host, sizeof host, "localhost");
+    ex_host_name(host, sizeof host);
+    if (host[0] == 0) snprintf(host, sizeof host, "localhost");
     if (snprintf(b->path, sizeof b->path, "%s/events.out.tfevents.%010.0f.%s", folder, floor(now), host) >=
         (int)sizeof b->path)
         return ex_fail(AMP_ERR_OPEN, "%.60s...: the path is too long", folder);

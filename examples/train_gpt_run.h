@@ -10,7 +10,6 @@
 #include "token_files.h"
 #include "train_gpt_flags.h"
 #include "training_run.h"
-#include <glob.h>
 
 typedef struct run {
     settings set;

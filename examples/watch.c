@@ -13,8 +13,6 @@
 #include "progress.h"
 #include "safetensors.h"
 #include "watch_page.h"
-#include <glob.h>
-#include <langinfo.h>
 #include <locale.h>
 
 typedef struct settings {
@@ -467,12 +465,12 @@ static void view_draw(view *v, const run *r) {
 /* ==== Looking again and again ==================================================================== */
 
 static void view_open(view *v, const settings *set) {
-    struct winsize size;
+    int rows;
     v->redraw = isatty(STDOUT_FILENO) && !set->once;
     v->columns = set->columns > 0 ? (int)set->columns : progress_width();
     if (v->columns > WIDEST) v->columns = WIDEST;
-    v->rows = v->redraw && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_row > 5 ? size.ws_row - 1 : 10000;
-    v->unicode = strcmp(nl_langinfo(CODESET), "UTF-8") == 0;
+    v->rows = v->redraw && ex_terminal(&rows) > 0 && rows > 5 ? rows - 1 : 10000;
+    v->unicode = ex_terminal_is_utf8();
 }
 
 /* One look; a file that has not changed is not read again. */
@@ -480,8 +478,7 @@ static amp_result look(run *r, view *v, const settings *set) {
     struct stat now;
     view_open(v, set);
     if (stat(r->path, &now) != 0) return ex_fail(AMP_ERR_OPEN, "%s: %s", r->path, strerror(errno));
-    if (r->text == NULL || now.st_size != r->read.st_size || now.st_mtim.tv_sec != r->read.st_mtim.tv_sec ||
-        now.st_mtim.tv_nsec != r->read.st_mtim.tv_nsec) {
+    if (r->text == NULL || now.st_size != r->read.st_size || now.st_mtime != r->read.st_mtime) {
         r->read = now;
         EX_TRY(run_read(r));
         if (r->records == 0 && !v->redraw) return ex_fail(AMP_ERR_RANGE, "%s: has no records yet", r->path);
@@ -512,14 +509,11 @@ int main(int argc, char **argv) {
     if (result == AMP_OK) page_name(&r, set.page);
     if (result == AMP_OK) ex_stop_install();
     while (result == AMP_OK) {
-        struct timespec nap;
         if (r.text == NULL && isatty(STDOUT_FILENO) && !set.once) printf("\033[2J");
         result = look(&r, &v, &set);
         if (result != AMP_OK || !v.redraw || over || ex_stop_requested) break;
         over = run_over(&r);        /* once more, for the records behind the last step */
-        nap.tv_sec = (time_t)set.interval;
-        nap.tv_nsec = (long)((set.interval - (double)nap.tv_sec) * 1e9);
-        nanosleep(&nap, NULL);
+        ex_sleep(set.interval);
     }
     if (result != AMP_OK) return fprintf(stderr, "watch: %s\n", ex_error()), 2;
     if (r.page[0] != 0 && r.no_page[0] == 0) printf("the same as a page: %s\n", r.page);

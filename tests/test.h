@@ -15,6 +15,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(_WIN32)
+#  include "on_windows.h"
+#endif
 
 static struct {
     int passed, failed, skipped, failures, list, stop, times, leave_out, left_out;
@@ -38,6 +41,11 @@ static struct {
 #  define AMPT_SANITIZED 0
 #endif
 #define SKIP(why) do { ampt.reason = (why); return; } while (0)
+#if defined(_WIN32)
+#  define SKIP_ON_WINDOWS(why) SKIP("Windows has no " why)
+#else
+#  define SKIP_ON_WINDOWS(why) ((void)0)
+#endif
 
 /* Reports the first failures of a test and goes on. */
 #define CHECK(condition) ampt_check((condition) ? 1 : 0, #condition, __FILE__, __LINE__)

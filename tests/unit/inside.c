@@ -77,10 +77,14 @@ static const struct { const char *name; int (*run)(int, char **); } suites[] = {
 /* The tests of the file that this program is called by, which may begin with fast_. */
 int inside(int argc, char **argv);
 int inside(int argc, char **argv) {
-    const char *slash = strrchr(argv[0], '/'), *called = slash ? slash + 1 : argv[0];
+    const char *called = argv[0], *end;
     size_t i;
+    while (strpbrk(called, "/\\") != NULL) called = strpbrk(called, "/\\") + 1;
     if (!strncmp(called, "fast_", 5)) called += 5;
-    for (i = 0; i < sizeof suites / sizeof suites[0]; i++) if (!strcmp(called, suites[i].name)) return suites[i].run(argc, argv);
+    end = called + strcspn(called, ".");                /* of t_gemm.exe */
+    for (i = 0; i < sizeof suites / sizeof suites[0]; i++)
+        if (strlen(suites[i].name) == (size_t)(end - called) && !strncmp(called, suites[i].name, (size_t)(end - called)))
+            return suites[i].run(argc, argv);
     fprintf(stderr, "inside.c has no tests of the name %s\n", called);
     return 2;
 }

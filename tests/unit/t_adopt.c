@@ -446,8 +446,10 @@ TEST(opened_from_the_environment) {
     unsetenv("AMP_INIT_SCALE");
     CHECK_OK(amp_open_env(&amp, &scaler));
     CHECK(amp == NULL && scaler == NULL);
+#if !defined(_WIN32)                            /* which has no empty variables */
     setenv("AMP_DTYP", "", 1);                  /* but not another name */
     CHECK_ERR(amp_open_env(&amp, &scaler), AMP_ERR_NAME);
+#endif
     clean();
 }
 
@@ -481,6 +483,7 @@ TEST(wrong_environments) {
 
 /* A program with products alone asks for no scaler; where the environment wants one, it says so. */
 TEST(products_only) {
+    SKIP_ON_WINDOWS("stderr that can be read back through a second descriptor");
     static const struct { const char *dtype, *scaler; int warned; } rows[] = {
         {"bf16", "", 0}, {"fp16", "", 1}, {"fp16", "off", 0}, {"bf16", "on", 1}};
     static float inside[N * N], c[N * N];

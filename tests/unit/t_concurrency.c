@@ -141,11 +141,11 @@ static void counting_free(void *user, void *ptr, size_t size) {
     free((char *)ptr - head);
 }
 static int counting_open(void *user, const char *path, int for_writing, intptr_t *file) {
-    int r = ampi_posix_open(user, path, for_writing, file);
+    int r = ampi_os_open(user, path, for_writing, file);
     if (r == 0) count(&machine.files, 1);
     return r;
 }
-static int counting_close(void *user, intptr_t file) { count(&machine.files, -1); return ampi_posix_close(user, file); }
+static int counting_close(void *user, intptr_t file) { count(&machine.files, -1); return ampi_os_close(user, file); }
 
 /* Reads that come late, bring less, or hang while the gate is shut. */
 static int64_t interfering_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) {
@@ -156,16 +156,16 @@ static int64_t interfering_read(void *user, intptr_t file, void *buffer, size_t 
         count(&machine.in_gate, -1);
     }
     if (counted((int64_t *)&schedule_seed) && bytes > 1 && chance() % 4 == 0) bytes = 1 + chance() % (bytes - 1);
-    return ampi_posix_read(user, file, buffer, bytes, offset);
+    return ampi_os_read(user, file, buffer, bytes, offset);
 }
 static int counting_start(void *user, void **thread, void (*run)(void *arg), void *arg) {
-    int r = ampi_posix_thread_start(user, thread, run, arg);
+    int r = ampi_os_thread_start(user, thread, run, arg);
     interfere();
     if (r == 0) count(&machine.threads, 1);
     return r;
 }
-static int counting_join(void *user, void *thread) { count(&machine.threads, -1); interfere(); return ampi_posix_thread_join(user, thread); }
-static int counting_detach(void *user, void *thread) { count(&machine.threads, -1); interfere(); return ampi_posix_thread_detach(user, thread); }
+static int counting_join(void *user, void *thread) { count(&machine.threads, -1); interfere(); return ampi_os_thread_join(user, thread); }
+static int counting_detach(void *user, void *thread) { count(&machine.threads, -1); interfere(); return ampi_os_thread_detach(user, thread); }
 
 static amp_desc counted_desc(void) {
     amp_desc d;

@@ -3,7 +3,10 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
-#include <glob.h>
+#if !defined(_WIN32)
+#  include <fnmatch.h>
+#  include <glob.h>
+#endif
 
 static amp_context *context_open_with(amp_desc *desc) {
     amp_context *amp = NULL;
@@ -257,6 +260,7 @@ static void cache_index(const char *tree, int index, const char *level, const ch
     }
 }
 TEST(caches_are_those_that_linux_lists) {
+    SKIP_ON_WINDOWS("/proc and /sys");
     char tree[] = "/tmp/amp_caches_XXXXXX", command[64];
     amp_cpu_info cpu;
     memset(&cpu, 0, sizeof cpu);
@@ -299,7 +303,53 @@ static int32_t quota_of(const char *tree, const char *list) {
     snprintf(path, sizeof path, "%s/list", tree);
     return ampi_quota_cores(path, tree);
 }
+/* ---- names that match a pattern */
+
+static void match_as_fnmatch(const char *pattern, const char *name) {
+    int wanted = fnmatch(pattern, name, FNM_PERIOD) == 0;
+    CHECK_MSG(ampi_matches(pattern, name) == wanted, "\"%s\" and \"%s\": must be %d", pattern, name, wanted);
+}
+
+/* The patterns are sequences of pieces, and the names of characters, all up to a length and at random beyond it. */
+TEST(names_match_as_by_fnmatch) {
+    SKIP_ON_WINDOWS("fnmatch");
+    static const char *const pieces[] = {"a", "b", ".", "*", "?", "[ab]", "[!a]", "[^b]", "[a-c]", "[]a]", "[!]]", "[a-]", "\\*",
+                                         "\\a", "[[:digit:]]", "[[:alpha:]_]", "[[.-.]a]", "[[=a=]]", "[\\]]", "[", "]", "-", "[c-a]"};
+    static const char *const names[] = {"", "a", "b", "*", ".", "]", "-", "[", "\\", "7", "_", "\xc3", "[a", "A"};
+    enum { PIECES = sizeof pieces / sizeof *pieces, NAMES = sizeof names / sizeof *names };
+    char pattern[128], name[64];
+    uint32_t i, j, k, hits = 0;
+    for (i = 0; i < PIECES * PIECES; i++)
+        for (j = 0; j < NAMES * NAMES; j++) {
+            snprintf(pattern, sizeof pattern, "%s%s", pieces[i / PIECES], pieces[i % PIECES]);
+            snprintf(name, sizeof name, "%s%s", names[j / NAMES], names[j % NAMES]);
+            match_as_fnmatch(pattern, name);
+        }
+    for (i = 0; i < 200000; i++) {
+        pattern[0] = name[0] = 0;
+        for (k = amp_random_u32(1, 3 * i) % 8; k > 0; k--) strcat(pattern, pieces[amp_random_u32(2, 16 * i + k) % PIECES]);
+        for (k = amp_random_u32(1, 3 * i + 1) % 9; k > 0; k--) strcat(name, names[amp_random_u32(3, 16 * i + k) % 5]);
+        match_as_fnmatch(pattern, name);
+        hits += ampi_matches(pattern, name) != 0;
+    }
+    CHECK_MSG(hits > 2000, "%u hits", hits);
+}
+/* Each "*" more would multiply the time of a search that tries all. */
+TEST(patterns_of_many_stars_take_no_time) {
+    char pattern[201], name[2001];
+    int i;
+    memset(name, 'a', 2000);
+    name[2000] = 0;
+    for (i = 0; i < 200; i++) pattern[i] = "*a"[i % 2];
+    pattern[199] = 'b';
+    pattern[200] = 0;
+    CHECK(!ampi_matches(pattern, name));
+    pattern[199] = 'a';
+    CHECK(ampi_matches(pattern, name));
+}
+
 TEST(cpu_quotas_limit_the_cores) {
+    SKIP_ON_WINDOWS("/proc and /sys");
     char tree[] = "/tmp/amp_quota_XXXXXX", command[64], long_list[6000];
     if (mkdtemp(tree) == NULL) SKIP("no temporary folder");
     CHECK_EQ(ampi_quota_cores("/nowhere/list", tree), 0);
@@ -412,7 +462,7 @@ TEST(settings_out_of_range) {
     {
         amp_desc d;
         memset(&d, 0, sizeof d);
-        d.system.free = ampi_posix_free;
+        d.system.free = ampi_os_free;
         CHECK_ERR(amp_open(&amp, &d), AMP_ERR_CONFLICT);
         memset(&d, 0, sizeof d);
         d.memory.alloc = device_alloc;
@@ -441,7 +491,7 @@ static void *heap_alloc(void *user, size_t size, size_t align) {
     (void)user;
     heap.calls++;
     heap.live += (int64_t)size;
-    return ampi_posix_alloc(NULL, size, align);
+    return ampi_os_alloc(NULL, size, align);
 }
 static void heap_free(void *user, void *ptr, size_t size) { (void)user; heap.live -= (int64_t)size; free(ptr); }
 
@@ -709,6 +759,7 @@ TEST(files) {
     CHECK_ERR(amp_file_read_all(NULL, "/nonexistent", &data, &bytes), AMP_ERR_OPEN);
     CHECK_ERR(amp_file_read_all(NULL, "/tmp", &data, &bytes), AMP_ERR_READ);
 
+#if !defined(_WIN32)
     /* A pipe is not replaced, and nothing is left beside it. */
     snprintf(pipe, sizeof pipe, "%s.pipe", path);
     snprintf(rest, sizeof rest, "%s.tmp*", pipe);
@@ -717,6 +768,9 @@ TEST(files) {
     CHECK(lstat(pipe, &info) == 0 && S_ISFIFO(info.st_mode) && glob(rest, 0, NULL, &found) == GLOB_NOMATCH);
     globfree(&found);
     unlink(pipe);
+#else
+    (void)pipe; (void)rest; (void)info; (void)found;
+#endif
     unlink(path);
 }
 
@@ -773,7 +827,8 @@ int main(int argc, char **argv) {
     RUN(null_is_refused_by_name);
     RUN(a_stale_header_is_an_error); RUN(choice_follows_the_device); RUN(cores_of_the_table); RUN(choice_counts_the_path);
     RUN(choice_refuses_or_falls_back_by_name);
-    RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
+    RUN(machine_is_described); RUN(caches_are_those_that_linux_lists); RUN(cpu_quotas_limit_the_cores); RUN(names_match_as_by_fnmatch); RUN(patterns_of_many_stars_take_no_time);
+    RUN(defaults_are_filled_in); RUN(levels_decide_storage); RUN(switching_the_dtype);
     RUN(settings_out_of_range); RUN(memory_is_accounted_and_returned);
     RUN(a_fallback_is_logged_with_its_reason); RUN(a_state_goes_on_by_its_kernels);
     RUN(errors_and_log_lines_are_one_line); RUN(parameters); RUN(tensor_counts); RUN(context_patterns); RUN(files); RUN(autotune_on_the_cpu);

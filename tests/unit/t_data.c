@@ -1629,14 +1629,14 @@ TEST(opening_that_hangs) {
         for (pass = 0; pass < 5; pass++) {
             amp_loader_desc d = token_desc(in_folder(pattern ? names[1] : names[0]));
             amp_loader *l = (amp_loader *)&d;
-            int64_t began = ampi_posix_clock(NULL);
+            int64_t began = ampi_os_clock(NULL);
             f.pass = pass;
             d.workers = 2;
             d.timeout_ms = 40;
             set_faults(&f, 0, 0, 0, 0, 1);
             CHECK_ERR(amp_loader_create(a, &l, &d), AMP_ERR_TIMEOUT);
             CHECK(l == NULL && strstr(amp_last_error(), "40 ms have passed while opening") != NULL && strstr(amp_last_error(), "tokens.") != NULL);
-            CHECK(ampi_posix_clock(NULL) - began < (int64_t)10 * 1000000000);
+            CHECK(ampi_os_clock(NULL) - began < (int64_t)10 * 1000000000);
             set_faults(&f, 0, 0, 0, 0, 0);
             join_detached(&f, 1);
             CHECK_EQ(f.live, live);
@@ -2057,9 +2057,9 @@ TEST(timeout) {
     CHECK_OK(amp_loader_seek(l, 0, 0));
     CHECK_OK(amp_loader_next(l, &b));
     CHECK_OK(amp_loader_next(l, &b));
-    begin = ampi_posix_clock(NULL);
+    begin = ampi_os_clock(NULL);
     CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
-    CHECK(ampi_posix_clock(NULL) - begin >= 200000000);
+    CHECK(ampi_os_clock(NULL) - begin >= 200000000);
     CHECK_MSG(strstr(amp_last_error(), "worker ") != NULL && strstr(amp_last_error(), d.path) != NULL &&
                   strstr(amp_last_error(), "at offset 112") != NULL,
               "%s", amp_last_error());
@@ -2199,9 +2199,9 @@ TEST(open_and_close) {
         for (k = 0; k < i % 6 * 3; k++) (void)amp_loader_next(l, &b);
         if (i % 10 == 9) wait_ms(2);
         if (i % 11 == 10) CHECK_OK(amp_loader_seek(l, 0, 3));
-        begin = ampi_posix_clock(NULL);
+        begin = ampi_os_clock(NULL);
         amp_loader_destroy(l);
-        late += ampi_posix_clock(NULL) - begin > 100000000;
+        late += ampi_os_clock(NULL) - begin > 100000000;
     }
     CHECK_MSG(late < 105, "%d of 210 closes took more than 100 ms", late);     /* half, on a busy machine */
     if (fds < 0) SKIP("no /proc");
@@ -2226,7 +2226,7 @@ static int64_t hung_read(void *user, intptr_t file, void *buffer, size_t bytes, 
     pthread_mutex_lock(&hung.lock);
     while (hung.hang) pthread_cond_wait(&hung.go, &hung.lock);
     pthread_mutex_unlock(&hung.lock);
-    return ampi_posix_read(NULL, file, buffer, bytes, offset);
+    return ampi_os_read(NULL, file, buffer, bytes, offset);
 }
 
 TEST(destroy_after_timeout) {
@@ -2252,9 +2252,9 @@ TEST(destroy_after_timeout) {
         set_hung(1);
         for (i = 0; i < 5 && amp_loader_next(l, &b) == AMP_OK; i++) {}
         CHECK_ERR(amp_loader_next(l, &b), AMP_ERR_TIMEOUT);
-        begin = ampi_posix_clock(NULL);
+        begin = ampi_os_clock(NULL);
         amp_loader_destroy(l);
-        best = AMPI_MIN(best, ampi_posix_clock(NULL) - begin);
+        best = AMPI_MIN(best, ampi_os_clock(NULL) - begin);
         amp_close(a);
         CHECK(tasks < 0 || count_entries("/proc/self/task") > tasks);
         set_hung(0);
@@ -2292,9 +2292,9 @@ TEST(close_while_blocked) {
             wait_ms(1);
         }
         CHECK_EQ(f.blocked, 3);
-        begin = ampi_posix_clock(NULL);
+        begin = ampi_os_clock(NULL);
         amp_loader_destroy(l);
-        begin = ampi_posix_clock(NULL) - begin;
+        begin = ampi_os_clock(NULL) - begin;
         best = AMPI_MIN(best, begin);
         amp_close(a);
         CHECK(f.live > (int64_t)sizeof(amp_loader));        /* what the workers use */

@@ -14,7 +14,11 @@
 #include <math.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/wait.h>
+#if !defined(_WIN32)
+#  include <sys/wait.h>
+#else
+#  include <process.h>
+#endif
 #include <unistd.h>
 
 enum { STEPS = 5, RESTART = 3, MAX_OUTPUTS = 24, MAX_PARAMS = 8, PATHS = AMP_CPU_AMX + 1 };
@@ -730,12 +734,19 @@ static void run_there(int threads, int first, int last, const char *load, const 
     snprintf(number[1], sizeof number[1], "%d", first);
     snprintf(number[2], sizeof number[2], "%d", last);
     fflush(stdout);
+#if defined(_WIN32)
+    child = 1;
+    status = (int)_spawnl(_P_WAIT, self, "t_determinism", "--trace", out, number[0], number[1], number[2], load ? load : "-",
+                          save ? save : "-", (char *)NULL);
+    CHECK(child > 0 && status == 0);
+#else
     child = fork();
     if (child == 0) {
         execl(self, self, "--trace", out, number[0], number[1], number[2], load ? load : "-", save ? save : "-", (char *)NULL);
         _exit(3);
     }
     CHECK(child > 0 && waitpid(child, &status, 0) == child && status == 0);
+#endif
     memset(t, 0, sizeof *t);
     file = fopen(out, "rb");
     CHECK(file != NULL && fread(t, sizeof *t, 1, file) == 1);

@@ -94,7 +94,7 @@ static int same_bytes(const kernels_matrix *a, const kernels_matrix *b) {
 static int alloc_fails;
 static void *kernels_host_alloc(void *user, size_t size, size_t align) {
     (void)user;
-    return alloc_fails ? NULL : ampi_posix_alloc(NULL, size, align);
+    return alloc_fails ? NULL : ampi_os_alloc(NULL, size, align);
 }
 static void kernels_host_free(void *user, void *ptr, size_t size) { (void)user; (void)size; free(ptr); }
 

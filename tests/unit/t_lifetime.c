@@ -19,7 +19,9 @@ static int counted_unlock(pthread_mutex_t *m) { locks_held--; return pthread_mut
 #include "test.h"
 #include "alike.h"
 #include "recording_backend.h"
-#include <sys/wait.h>
+#if !defined(_WIN32)
+#  include <sys/wait.h>
+#endif
 
 static void sleep_ms(long ms) {
     struct timespec t;
@@ -65,25 +67,25 @@ static void entered(void) { visited(); called(); }
 static void *host_alloc(void *user, size_t size, size_t align) {
     void *ptr;
     entered();
-    ptr = ampi_posix_alloc(user, size, align);
+    ptr = ampi_os_alloc(user, size, align);
     if (ptr != NULL) __atomic_add_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
     return ptr;
 }
 static void host_free(void *user, void *ptr, size_t size) {
     entered();
     __atomic_sub_fetch(&host.live, (int64_t)size, __ATOMIC_RELAXED);
-    ampi_posix_free(user, ptr, size);
+    ampi_os_free(user, ptr, size);
 }
-static int host_open(void *user, const char *path, int for_writing, intptr_t *file) { entered(); return ampi_posix_open(user, path, for_writing, file); }
-static int64_t host_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_posix_read(user, file, buffer, bytes, offset); }
-static int64_t host_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_posix_write(user, file, buffer, bytes, offset); }
-static int64_t host_size(void *user, intptr_t file) { entered(); return ampi_posix_size(user, file); }
-static int host_sync(void *user, intptr_t file) { entered(); return ampi_posix_sync(user, file); }
-static int host_close(void *user, intptr_t file) { entered(); return ampi_posix_close(user, file); }
-static int host_start(void *user, void **thread, void (*run)(void *arg), void *arg) { entered(); return ampi_posix_thread_start(user, thread, run, arg); }
-static int host_join(void *user, void *thread) { entered(); return ampi_posix_thread_join(user, thread); }
-static int host_detach(void *user, void *thread) { entered(); return ampi_posix_thread_detach(user, thread); }
-static int64_t host_clock(void *user) { entered(); return ampi_posix_clock(user); }
+static int host_open(void *user, const char *path, int for_writing, intptr_t *file) { entered(); return ampi_os_open(user, path, for_writing, file); }
+static int64_t host_read(void *user, intptr_t file, void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_os_read(user, file, buffer, bytes, offset); }
+static int64_t host_write(void *user, intptr_t file, const void *buffer, size_t bytes, int64_t offset) { entered(); return ampi_os_write(user, file, buffer, bytes, offset); }
+static int64_t host_size(void *user, intptr_t file) { entered(); return ampi_os_size(user, file); }
+static int host_sync(void *user, intptr_t file) { entered(); return ampi_os_sync(user, file); }
+static int host_close(void *user, intptr_t file) { entered(); return ampi_os_close(user, file); }
+static int host_start(void *user, void **thread, void (*run)(void *arg), void *arg) { entered(); return ampi_os_thread_start(user, thread, run, arg); }
+static int host_join(void *user, void *thread) { entered(); return ampi_os_thread_join(user, thread); }
+static int host_detach(void *user, void *thread) { entered(); return ampi_os_thread_detach(user, thread); }
+static int64_t host_clock(void *user) { entered(); return ampi_os_clock(user); }
 static void host_log(void *user, amp_log_level level, int id, const char *text) {
     (void)user; (void)level; (void)id;
     static char writing;        /* any thread may log */

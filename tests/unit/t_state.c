@@ -2,7 +2,9 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
-#include <glob.h>
+#if !defined(_WIN32)
+#  include <glob.h>
+#endif
 
 #ifndef AMPT_GOLDEN
 #define AMPT_GOLDEN "tests/torch/golden"

@@ -6,7 +6,9 @@
 #include "../amp.h"
 #include "parallel.h"
 #include "test.h"
-#include <sys/wait.h>
+#if !defined(_WIN32)
+#  include <sys/wait.h>
+#endif
 
 #if defined(__has_feature)
 #  if __has_feature(thread_sanitizer)
@@ -126,7 +128,7 @@ static void run_late(void *arg) {
 static int start_late(void *user, void **thread, void (*run)(void *), void *arg) {
     late.run = run;
     late.arg = arg;
-    return ampi_posix_thread_start(user, thread, run_late, NULL);
+    return ampi_os_thread_start(user, thread, run_late, NULL);
 }
 static amp_system late_system(void) {
     amp_system system;
@@ -145,9 +147,9 @@ TEST(a_thread_that_has_not_begun_is_not_waited_for) {
     late_ns = 500000000;
     desc.system = late_system();
     amp = threads_open_with(desc);
-    begin = ampi_posix_clock(NULL);
+    begin = ampi_os_clock(NULL);
     CHECK(same_bits(amp));
-    CHECK(ampi_posix_clock(NULL) - begin < late_ns / 2);
+    CHECK(ampi_os_clock(NULL) - begin < late_ns / 2);
     amp_close(amp);
 }
 
@@ -245,6 +247,7 @@ TEST(pinned_threads_give_the_same_bits) {
 /* ---- A child of fork() */
 
 TEST(a_child_computes_and_closes) {
+    SKIP_ON_WINDOWS("fork");
     amp_context *amp = threads_open_with(threads_of(2));
     int status = -1, round;
     pid_t child;
@@ -271,7 +274,7 @@ TEST(a_child_computes_and_closes) {
 
 static int starts_left, warnings;
 static int start_few(void *user, void **thread, void (*run)(void *), void *arg) {
-    return starts_left-- > 0 ? ampi_posix_thread_start(user, thread, run, arg) : -EAGAIN;
+    return starts_left-- > 0 ? ampi_os_thread_start(user, thread, run, arg) : -EAGAIN;
 }
 static void count_warning(void *user, amp_log_level level, int id, const char *text) {
     (void)user; (void)level;

@@ -1,0 +1,151 @@
+#!/bin/sh
+# platforms.sh - compiles amp.h, and runs what can be run, for other operating systems and processors than this machine's.
+# It prints a line for each.  A platform whose compiler or emulator is missing is skipped.  The compilers are cross gccs, and
+# zig, with the headers and libraries of macOS, Windows, musl and older glibcs: `zig`, or the Python package ziglang (ZIG
+# names another command).  Programs run under wine and qemu.  ONLY="macos-arm64 mingw" selects platforms, and "ci" what CI
+# compiles.
+. tests/lib.sh
+strict="-Wall -Wextra -Wpedantic -Werror -I."
+printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n' > "$work/amp.c"
+zig=${ZIG:-}
+if [ -z "$zig" ]; then
+    if have zig; then zig=zig
+    elif "${PYTHON:-python3}" -m ziglang version > "$work/log" 2>&1; then zig="${PYTHON:-python3} -m ziglang"; fi
+fi
+wanted() { if [ -z "${ONLY:-}" ]; then [ "$1" != ci ]; else case " $ONLY " in *" $1 "*) true ;; *) false ;; esac; fi; }
+ok() { pass; echo "PASS $1: $2"; }
+
+# built NAME COMPILER...: amp.o and quickstart from it, without warnings or undefined symbols.
+built() {
+    name=$1; shift
+    mkdir -p "$work/$name"
+    if "$@" -std=c99 $strict -O1 -c "$work/amp.c" -o "$work/$name/amp.o" > "$work/log" 2>&1 &&
+        "$@" -std=c99 -I. -O1 -DAMP_IMPLEMENTATION_INCLUDED examples/quickstart.c "$work/$name/amp.o" -o "$work/$name/quickstart.exe" $libs > "$work/log" 2>&1 &&
+        ! grep -q -e 'warning:' -e 'undefined' "$work/log"; then return; fi
+    fail "$name" "$(grep -m 4 -e 'error' -e 'warning' -e 'undefined' "$work/log")"
+    return 1
+}
+# The program of the manual, by BUILD's line for a platform: manual NAME PLATFORM COMPILER...
+sed '/^#ifndef AMP_H_INCLUDED/q' amp.h | awk '/^   A PROGRAM/ {title = 1} title && /^    #include "amp.h"/ {on = 1} on {print substr($0, 5)} on && /^    }$/ && main {exit} /int main\(/ {main = 1}' > "$work/program.c"
+manual() {
+    name=$1
+    line=$(sed -n "/^   BUILD/,/^   LEAVING/s/^       $2  *\\(.* -O2 program.c amp.o .*\\)/\\1/p" amp.h)
+    options=${line#*-O2 }
+    shift 2
+    if [ -z "$line" ]; then fail "$name" "the manual has no line for it under BUILD"; return 1; fi
+    cp amp.h "$work/program.c" "$work/$name"
+    if (cd "$work/$name" && "$@" -O1 $options) > "$work/log" 2>&1; then return; fi
+    fail "$name" "BUILD: $line: $(grep -m 3 -e error -e undefined "$work/log")"
+    return 1
+}
+# linked NAME TARGET PLATFORM: by zig, not run.
+linked() {
+    wanted "$1" || return
+    if [ -z "$zig" ]; then skip "$1" "no zig (pip install ziglang)"; return; fi
+    built "$1" $zig cc -target "$2" || return
+    if [ -n "$3" ]; then manual "$1" "$3" $zig cc -target "$2" || return; fi
+    ok "$1" "zig cc -target $2: compiled and linked, not run"
+}
+# learns NAME COMMAND...: quickstart learns; COMMAND runs it.
+learns() {
+    name=$1; shift
+    (cd "$work/$name" && timeout 900 "$@" ./quickstart.exe) > "$work/log" 2>&1
+    awk '/^step/ {loss[++n] = $4 + 0} END {exit !(n > 4 && loss[n] < loss[1] / 4)}' "$work/log" && return
+    fail "$name" "quickstart: $(tail -n 3 "$work/log")"
+    return 1
+}
+# scaled NAME COMMAND...: the program in the manual's spirit that ends soon under an emulator: examples/scaler_only.c.
+scaled() {
+    name=$1; shift
+    if (cd "$work/$name" && timeout 600 "$@" ./scaler_only.exe) > "$work/log" 2>&1; then return; fi
+    fail "$name" "scaler_only: $(tail -n 3 "$work/log")"
+    return 1
+}
+# emulated NAME ARCHITECTURE TRIPLE: by a cross gcc, run by qemu-user.
+emulated() {
+    wanted "$1" || return
+    if ! have "$3-gcc"; then skip "$1" "no $3-gcc (apt install gcc-$(echo "$3" | tr _ -))"; return; fi
+    built "$1" "$3-gcc" || return
+    "$3-gcc" -std=c99 -I. -O1 -DAMP_IMPLEMENTATION_INCLUDED examples/scaler_only.c "$work/$1/amp.o" -o "$work/$1/scaler_only.exe" -static $libs > "$work/log" 2>&1 ||
+        { fail "$1" "$(head -n 3 "$work/log")"; return; }
+    if [ "$1" = arm64 ]; then manual arm64 "Linux on Arm" "$3-gcc" || return; fi
+    for qemu in qemu-$2 qemu-$2-static; do have "$qemu" && break; done
+    if ! have "$qemu"; then skip "$1" "compiled, but there is no qemu-$2 to run it (apt install qemu-user)"; return; fi
+    if scaled "$1" "$qemu"; then ok "$1" "$3-gcc: scaler_only runs under $qemu"; fi
+}
+
+native() {
+    libs="-lm -lpthread"
+    if built native "${CC:-gcc}" && learns native env; then ok native "${CC:-gcc}: quickstart learns"; fi
+}
+if wanted native; then native; fi
+libs="-lm -lpthread"
+linked macos-x86-64 x86_64-macos macOS
+linked macos-arm64 aarch64-macos macOS
+linked glibc-2.17 x86_64-linux-gnu.2.17 ""
+musl() {
+    if [ -z "$zig" ]; then skip musl "no zig (pip install ziglang)"; return; fi
+    built musl $zig cc -target "$(uname -m)-linux-musl" || return
+    manual musl musl $zig cc -target "$(uname -m)-linux-musl" || return
+    if learns musl env; then ok musl "zig cc -target $(uname -m)-linux-musl: quickstart learns"; fi
+}
+if wanted musl; then musl; fi
+emulated arm64 aarch64 aarch64-linux-gnu
+emulated s390x s390x s390x-linux-gnu
+emulated riscv64 riscv64 riscv64-linux-gnu
+
+# Windows.  wine has a folder of its own for its registry, and is asked to say nothing.
+libs="-lm"
+linked windows-x86-64 x86_64-windows-gnu "Windows, clang"
+linked windows-arm64 aarch64-windows-gnu "Windows on Arm"
+mingw=x86_64-w64-mingw32-gcc
+export WINEPREFIX="$work/wine" WINEDEBUG=-all
+# Stacks are as large as on Linux: tests have arrays on them.
+windows_libs="-static -lm -lpthread -lws2_32 -Wl,--stack,8388608"
+compiled_ci() {
+    if ! have $mingw; then skip mingw "no $mingw (apt install gcc-mingw-w64-x86-64)"; return; fi
+    if $mingw -std=c99 $strict -O0 -c "$work/amp.c" -o "$work/amp.o" > "$work/log" 2>&1; then ok mingw "$mingw: compiled"
+    else fail mingw "$(grep -m 4 -e error -e warning "$work/log")"; fi
+}
+if wanted ci; then compiled_ci; fi
+mingw_quickstart() {
+    if ! have $mingw; then skip mingw "no $mingw (apt install gcc-mingw-w64-x86-64)"; return; fi
+    libs="-lm -static"
+    built mingw $mingw || return
+    manual mingw Windows $mingw || return
+    if ! have wine; then skip mingw "compiled, but there is no wine to run it"; return; fi
+    if learns mingw wine; then ok mingw "$mingw: quickstart learns under wine"; fi
+}
+if wanted mingw; then mingw_quickstart; fi
+
+# under_wine TEST PROGRAM: adds its counts to this script's.
+under_wine() {
+    timeout 900 wine "$2" > "$work/log" 2>&1
+    last=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$work/log" | tail -n 1)
+    case $last in
+        *" passed, 0 failed, "*) ok "wine-$1" "$last" ;;
+        *) fail "wine-$1" "$(grep '^FAIL' "$work/log" | head -n 5) $last" ;;
+    esac
+}
+# The unit tests that inside.c holds, and those that need nothing of what Windows lacks (fork, sockets of POSIX, mmap).
+windows_tests() {
+    if ! have $mingw; then skip wine-tests "no $mingw (apt install gcc-mingw-w64-x86-64)"; return; fi
+    if ! have wine; then skip wine-tests "no wine"; return; fi
+    mkdir -p "$work/tests"
+    if ! $mingw -std=c99 -w -Itests -O1 -c tests/unit/inside.c -o "$work/inside.o" > "$work/log" 2>&1 ||
+        ! $mingw -std=c99 tests/unit/inside_main.c "$work/inside.o" -o "$work/inside.exe" $windows_libs > "$work/log" 2>&1; then
+        fail wine-tests "$(grep -m 4 -e error -e undefined "$work/log")"; return
+    fi
+    for test in $(sed -n 's/^.include "\(t_.*\).c"/\1/p' tests/unit/inside.c); do
+        cp "$work/inside.exe" "$work/tests/$test.exe"
+        under_wine "$test" "$work/tests/$test.exe"
+    done
+    for test in $windows_outside; do
+        if $mingw -std=c99 -w -Itests -O1 -DAMP_IMPLEMENTATION_INCLUDED "$(source_of "$test")" "$work/inside.o" -o "$work/tests/$test.exe" $windows_libs > "$work/log" 2>&1; then
+            under_wine "$test" "$work/tests/$test.exe"
+        else fail "wine-$test" "$(grep -m 4 -e error -e undefined "$work/log")"; fi
+    done
+}
+windows_outside="t_masks t_adopt t_traps"
+if wanted wine-tests; then windows_tests; fi
+closing
