@@ -5,11 +5,15 @@
        nvcc -O2 -std=c++17 -arch=sm_90a -c amp_cuda.cu
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-     -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  For a GPU of compute
-     capability 9.0 (H100, H200, GH200), use sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma
-     asks for.  nvcc 13 no longer builds for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of
-     amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math,
-     which flushes subnormal numbers and would change the optimizers' bits.
+     -arch=native compiles for the GPU of this machine.  For a GPU of compute capability 9.0 (H100, H200, GH200), use
+     sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma asks for.  With -DAMP_NVTX, profilers
+     show the ranges of amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).  Do not build with
+     --use_fast_math, which flushes subnormal numbers and would change the optimizers' bits.
+
+     CUDA 11.8 or later is needed.  Before CUDA 13, the oldest architecture is sm_70 (Volta), and then sm_75.  From CUDA
+     12 on, there is sm_90a.  nvcc 13.0 has compiled the file for sm_75 to sm_121.  With the headers and ptxas of CUDA
+     11.8, 12.0, 12.4 and 12.9, clang 16 and 19 have compiled it (make test-toolkits).  nvcc of these releases has not
+     been tried.  nvcc 11.8 takes g++ 11 at most (-ccbin g++-11).
 
    USE     Name the backend when you open a context.
 
@@ -55,8 +59,9 @@
    - NCCL's calls go to the stream, and into a graph that captures it.  A thread of the context watches them and aborts
      what does not end within .reduce_timeout_ms.  A graph that your program itself captures and launches is not
      watched, and must be destroyed before the context is closed.
-   - GPUs need compute capability 7.5 or later.  Older ones (Volta has 7.0) are refused, because CUDA 13 builds for none
-     of them.
+   - GPUs need compute capability 7.0 (Volta) or later.  With CUDA 13 they need 7.5 (Turing), because it builds for no
+     older one.  On both, amp_open refuses bf16, TF32 and FP8, unless it may fall back to fp16.  Products in fp16 are
+     cuBLASLt's, and attention uses the fp32 units.  The backend has run on the model of these GPUs alone.
 
    CONTENTS AT A GLANCE     Search for the tags.  They are amp.h's, and so is the order of the sections.  Only the two
                             of >>backends at the end stand elsewhere: C++ requires them after the kernels that they
