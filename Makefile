@@ -83,6 +83,8 @@ help: backend
 	@echo "make gpu              run tests and timings on this machine's GPU, against PyTorch; REHEARSE=1: on the model GPU;"
 	@echo "                      ROWS=\"step:bf16 kernels:norms\": only those (python3 tests/gpu/run.py --list names all, in order);"
 	@echo "                      SECONDS=600: of everything; RESULTS=folder: where the record goes"
+	@echo "make test-toolkits    compile amp_cuda.cu with the CUDA toolkits in the folder TOOLKITS, by their nvcc or by clang;"
+	@echo "                      sh tests/gpu/toolkits.sh --fetch makes toolkits of CUDA 11.8 to 12.9 from PyPI's packages"
 	@echo "make gpu-table        write the CUDA kernels' registers and memory to tests/gpu/resources.txt"
 	@echo "make install PREFIX=  copy amp.h, amp_cuda.cu, amp/cblas.h and their .pc files below PREFIX (default /usr/local)"
 	@echo "make clean            remove $(BUILD)/ and out/"

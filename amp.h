@@ -71,9 +71,9 @@
 
        gcc -O2 program.c -o program -lm -lpthread
 
-     For an NVIDIA GPU of sm_75 or later (not sm_70, which CUDA 13 no longer builds for), set desc.backend = amp_cuda().
-     Tensors, labels and the loss are then in GPU memory.  The CUDA backend has run on an H100; the tests run it on a
-     software model of a GPU.
+     For an NVIDIA GPU of sm_70 or later, set desc.backend = amp_cuda().  Tensors, labels and the loss are then in GPU
+     memory.  The backend needs CUDA 11.8 or later; CUDA 13 has sm_75 and later.  It has run on an H100; the tests run
+     it on a software model of a GPU.
 
        nvcc -O2 -std=c++17 -arch=native -c amp_cuda.cu
        gcc -O2 -c program.c
@@ -40075,6 +40075,8 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads; paths
        are UTF-8.  It compiles and links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's
        files are matched by amp.h itself, with fnmatch's answers in the C locale.
+       amp_cuda.cu compiles with CUDA 11.8 and later, and for sm_70 (V100) before CUDA 13.  "auto" chooses fp16 there.
+       It has not run on a V100.  If it was compiled for another GPU, amp_open names the -arch that this one needs.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.

@@ -5,11 +5,15 @@
        nvcc -O2 -std=c++17 -arch=sm_90a -c amp_cuda.cu
        cc -c train.c && nvcc train.o amp_cuda.o -o train -lcublasLt
 
-     -arch=native compiles for the GPU of this machine, and sm_75 is the oldest architecture.  For a GPU of compute
-     capability 9.0 (H100, H200, GH200), use sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma
-     asks for.  nvcc 13 no longer builds for Volta, which is sm_70.  With -DAMP_NVTX, profilers show the ranges of
-     amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).  Do not build with --use_fast_math,
-     which flushes subnormal numbers and would change the optimizers' bits.
+     -arch=native compiles for the GPU of this machine.  For a GPU of compute capability 9.0 (H100, H200, GH200), use
+     sm_90a.  Code for sm_90 and -arch=native lacks wgmma, which amp_desc.wgmma asks for.  With -DAMP_NVTX, profilers
+     show the ranges of amp_profile_push and amp_monitor_phase (nsys profile -t nvtx,cuda ./train).  Do not build with
+     --use_fast_math, which flushes subnormal numbers and would change the optimizers' bits.
+
+     CUDA 11.8 or later is needed.  Before CUDA 13, the oldest architecture is sm_70 (Volta), and then sm_75.  From CUDA
+     12 on, there is sm_90a.  nvcc 13.0 has compiled the file for sm_75 to sm_121.  With the headers and ptxas of CUDA
+     11.8, 12.0, 12.4 and 12.9, clang 16 and 19 have compiled it (make test-toolkits).  nvcc of these releases has not
+     been tried.  nvcc 11.8 takes g++ 11 at most (-ccbin g++-11).
 
    USE     Name the backend when you open a context.
 
@@ -58,8 +62,9 @@
    - NCCL's calls go to the stream, and into a graph that captures it.  A thread of the context watches them and aborts
      what does not end within .reduce_timeout_ms.  A graph that your program itself captures and launches is not
      watched, and must be destroyed before the context is closed.
-   - GPUs need compute capability 7.5 or later.  Older ones (Volta has 7.0) are refused, because CUDA 13 builds for none
-     of them.
+   - GPUs need compute capability 7.0 (Volta) or later.  With CUDA 13 they need 7.5 (Turing), because it builds for no
+     older one.  On both, amp_open refuses bf16, TF32 and FP8, unless it may fall back to fp16.  Products in fp16 are
+     cuBLASLt's, and attention uses the fp32 units.  The backend has run on the model of these GPUs alone.
 
    AUTOTUNING
 
@@ -123,23 +128,29 @@
 #include <time.h>
 #include "amp.h"
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 750
-#  error "amp_cuda.cu needs compute capability 7.5 or later: -arch=sm_75"
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 700
+#  error "amp_cuda.cu needs compute capability 7.0 or later: -arch=sm_70 with CUDA 11.8 to 12.9, -arch=sm_75 with any"
+#endif
+#if CUDART_VERSION < 11080
+#  error "amp_cuda.cu needs CUDA 11.8 or later"
 #endif
 
 /* AMPC_UNROLL unrolls the loop after it, and AMPC_NO_UNROLL keeps the compiler from unrolling it.  AMPC_SHARED is an
    array of `count` elements in shared memory.  AMPC_DYNAMIC is the launch's dynamic shared memory, as aligned bytes.
-   Under g++, the last two come from the model that runs kernels on the CPU. */
+   Under g++, these two come from the model that runs kernels on the CPU.  AMPC_KERNEL is a kernel as cudaLaunchKernel
+   takes it.  Older toolkits have a template for typed pointers too, which not every compiler can resolve. */
 #if defined(__CUDACC__)
 #  define AMPC_UNROLL _Pragma("unroll")
 #  define AMPC_NO_UNROLL _Pragma("unroll 1")
 #  define AMPC_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #  define AMPC_DYNAMIC(name) extern __shared__ __align__(128) unsigned char name[]
+#  define AMPC_KERNEL(kernel) ((const void *)(kernel))
 #else
 #  define AMPC_UNROLL
 #  define AMPC_NO_UNROLL
 #  define AMPC_SHARED(type, name, count) COC_SHARED(type, name, count)
 #  define AMPC_DYNAMIC(name) unsigned char *const name = coc_dynamic_shared()
+#  define AMPC_KERNEL(kernel) (kernel)
 #endif
 
 namespace {
@@ -264,7 +275,8 @@ struct ampc_features {
     bool warpgroups;                /* attention uses wgmma and TMA, which only code for sm_90a has */
     bool pools;                     /* CUDA has memory that is taken and given back in a stream's order */
 };
-enum { AMPC_LEAST = 75, AMPC_TENSOR_CORES_FROM = 80 };
+/* The oldest GPU.  CUDA 13 builds for none before Turing, and its libraries do not run on them. */
+enum { AMPC_LEAST = CUDART_VERSION >= 13000 ? 75 : 70, AMPC_TENSOR_CORES_FROM = 80 };
 /* 1 if this toolkit's cuBLASLt has scales per block. */
 #if CUBLAS_VERSION >= 120900
 enum { AMPC_BLAS_MODES = 1 };
@@ -391,15 +403,20 @@ template <class F> bool ampc_symbol(void *library, const char *name, F *out) {
     return *out != NULL;
 }
 
-/* Finds a function of the driver as it is from `version` of CUDA on.  Returns false if the driver is older. */
+/* Finds a function of the driver as it is from `version` of CUDA on.  Returns false if the driver is older.  A toolkit
+   before 12.5 takes its own version instead, and if that is older too, it does not find the function. */
 template <class F> bool ampc_driver_symbol(const char *name, unsigned version, F *out) {
-    cudaDriverEntryPointQueryResult found;
     void *function = NULL;
 #if CUDART_VERSION >= 12050
+    cudaDriverEntryPointQueryResult found;
     (void)cudaGetDriverEntryPointByVersion(name, &function, version, 0, &found);
-#else
+#elif CUDART_VERSION >= 12000
+    cudaDriverEntryPointQueryResult found;
     (void)version;
     (void)cudaGetDriverEntryPoint(name, &function, 0, &found);
+#else
+    (void)version;
+    (void)cudaGetDriverEntryPoint(name, &function, 0);
 #endif
     (void)cudaGetLastError();
     *out = (F)function;
@@ -468,7 +485,8 @@ amp_result ampc_launch(ampc_device *dev, const char *name, void (*kernel)(P...),
     char call[96];
     AMPC_ENTER(dev, name);
     if (grid == 0) return AMP_OK;
-    error = cudaLaunchKernel(kernel, dim3(grid), dim3(block), pointers, shared, ampc_stream(dev, stream));
+    error = cudaLaunchKernel(AMPC_KERNEL(kernel), dim3(grid), dim3(block), pointers, shared,
+                             ampc_stream(dev, stream));
     if (error == cudaSuccess) return AMP_OK;
     snprintf(call, sizeof call, "cudaLaunchKernel for %s", name);
     return ampc_check(dev, error, call, NULL);
@@ -1055,6 +1073,14 @@ cudaError_t ampc_capture_info(cudaStream_t stream, cudaStreamCaptureStatus *stat
 #endif
 }
 
+cudaError_t ampc_graph_instantiate(cudaGraphExec_t *exec, cudaGraph_t graph) {
+#if CUDART_VERSION >= 12000
+    return cudaGraphInstantiate(exec, graph, 0);
+#else
+    return cudaGraphInstantiate(exec, graph, NULL, NULL, 0);
+#endif
+}
+
 /* The owner of the memory that a stream uses in a capture, or NULL if there is none yet.  If `made` is not NULL, it is
    a new record, which is added to the list then and returned. */
 const void *ampc_capture_owner(ampc_device *dev, cudaStream_t stream, unsigned long long id, ampc_capture *made) {
@@ -1358,8 +1384,11 @@ __global__ void ampc_marker_kernel() {
 
 amp_result ampc_image(ampc_device *dev, int *image, bool *is_90a) {
     cudaFuncAttributes attributes;
+    char hint[96];
+    snprintf(hint, sizeof hint, "compile amp_cuda.cu with -arch for this GPU: -arch=sm_%d%s", dev->has.cc,
+             dev->has.cc == 90 ? "a" : "");
     AMPC_TRY(ampc_check(dev, cudaFuncGetAttributes(&attributes, (const void *)ampc_marker_kernel),
-                        "cudaFuncGetAttributes", "compile amp_cuda.cu with -arch for this GPU"));
+                        "cudaFuncGetAttributes", hint));
     /* ptxVersion is 10 __CUDA_ARCH__ / 100, also for machine code; cub::PtxVersion relies on it */
     *image = attributes.ptxVersion;
     *is_90a = attributes.sharedSizeBytes >= AMPC_MARKER_90A;
@@ -1374,28 +1403,37 @@ void ampc_find_warpgroups(ampc_device *dev, bool is_90a, const char *name) {
     dev->has.warpgroups = dev->has.cc == 90 && is_90a && encodes;
     if (dev->has.warpgroups || dev->has.cc != 90) return;
     snprintf(text, sizeof text, "amp_cuda: amp_desc.wgmma is set, but attention on %.127s uses mma.sync: %s", name,
-             !is_90a ? "compile amp_cuda.cu with -arch=sm_90a" : "the driver is older than CUDA 12; update it");
+             CUDART_VERSION < 12000 ? "compile amp_cuda.cu with CUDA 12 or later and -arch=sm_90a"
+             : !is_90a              ? "compile amp_cuda.cu with -arch=sm_90a"
+                                    : "the driver is older than CUDA 12; update it");
     dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
+}
+
+/* Refuses a GPU below AMPC_LEAST. */
+amp_result ampc_refuse_gpu(ampc_device *dev, const cudaDeviceProp &prop) {
+    char text[320];
+    snprintf(text, sizeof text, "%.127s has compute capability %d.%d; %s", prop.name, prop.major, prop.minor,
+             AMPC_LEAST == 70 ? "7.0 (Volta) or later is needed"
+                              : "7.5 (Turing) or later is needed, as CUDA 13 does not build for older ones; compile "
+                                "for 7.0 (Volta) with CUDA 11.8 to 12.9");
+    return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
 }
 
 /* Fills the features, and refuses GPUs below AMPC_LEAST. */
 amp_result ampc_check_gpu(ampc_device *dev, const cudaDeviceProp &prop, int wgmma) {
     ampc_features *has = &dev->has;
     bool is_90a;
+    int pools = 0;
     char text[320];
     has->cc = 10 * prop.major + prop.minor;
-    if (has->cc < AMPC_LEAST) {
-        snprintf(text, sizeof text,
-                 "%.127s has compute capability %d.%d; 7.5 (Turing) or later is needed, as CUDA 13 does not build "
-                 "for older ones",
-                 prop.name, prop.major, prop.minor);
-        return ampc_refuse(dev, AMP_ERR_UNSUPPORTED, "amp_open", text);
-    }
+    if (has->cc < AMPC_LEAST) return ampc_refuse_gpu(dev, prop);
     AMPC_TRY(ampc_image(dev, &has->image, &is_90a));
     has->multiprocessors = prop.multiProcessorCount;
     has->shared_limit = prop.sharedMemPerBlockOptin;
     has->workspace = (size_t)(has->cc >= 90 ? 32 : 4) << 20;
-    has->pools = prop.memoryPoolsSupported != 0;
+    AMPC_TRY(ampc_check(dev, cudaDeviceGetAttribute(&pools, cudaDevAttrMemoryPoolsSupported, dev->index),
+                        "cudaDeviceGetAttribute", NULL));
+    has->pools = pools != 0;
     has->bf16 = has->cc >= 80;
     has->fp8 = has->cc >= 89;
     /* see "Narrow Precision Data Types Usage" in cuBLAS's manual; since CUDA 12.9 and 12.8 */
@@ -1813,7 +1851,7 @@ amp_result ampc_graph_end(void *device, void *stream, void **out) {
     }
     if (result == AMP_OK) result = current.ready("graph_end");
     if (result == AMP_OK)
-        result = ampc_check(dev, cudaGraphInstantiate(&graph->exec, captured, 0), "cudaGraphInstantiate", NULL);
+        result = ampc_check(dev, ampc_graph_instantiate(&graph->exec, captured), "cudaGraphInstantiate", NULL);
     if (captured != NULL) (void)cudaGraphDestroy(captured);
     if (result == AMP_OK) *out = graph;
     else ampc_graph_destroy(dev, graph);
@@ -6731,10 +6769,16 @@ __device__ __forceinline__ void ampc_mma_tf32(float (&c)[4], const uint32_t (&a)
    For TF32, fp32 numbers are rounded.  For fp32, each number becomes the sum of two TF32 numbers, and three products
    replace one.  The fourth would be below 2^-22 of the result. */
 
+#endif /* AMPC_TENSOR_CORES */
+
 /* Whether operands are stored in fp32. */
 __host__ __device__ constexpr bool ampc_in_words(amp_dtype c) { return c == AMP_F32 || c == AMP_TF32; }
 /* The 16-bit halves of d numbers.  Tiles of fp32 numbers have this many columns of 16 bits. */
-__host__ __device__ constexpr int ampc_halves(int d, amp_dtype c) { return ampc_in_words(c) ? 2 * d : d; }
+[[maybe_unused]] __host__ __device__ constexpr int ampc_halves(int d, amp_dtype c) {
+    return ampc_in_words(c) ? 2 * d : d;
+}
+
+#if AMPC_TENSOR_CORES
 
 template <amp_dtype C, int N> struct ampc_factor {
     uint32_t high[N], low[C == AMP_F32 ? N : 1];
@@ -6774,6 +6818,8 @@ __device__ __forceinline__ void ampc_product(float (&c)[4], const ampc_factor<C,
    Only code for sm_90a has these instructions.  Elsewhere the functions are empty, and nothing may call them.  See PTX
    ISA, "Asynchronous Warpgroup Level Matrix Instructions", "mbarrier" and "cp.async.bulk.tensor". */
 
+#endif /* AMPC_TENSOR_CORES */
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDACC__)
 #  define AMPC_WARPGROUPS 1
 #else
@@ -6784,6 +6830,8 @@ __device__ __forceinline__ void ampc_product(float (&c)[4], const ampc_factor<C,
 struct alignas(64) ampc_tensor_map {
     uint64_t words[16];
 };
+
+#if AMPC_TENSOR_CORES
 
 /* The GPU's number of a byte in shared memory.  Tiles start at multiples of 1024 in these numbers. */
 [[maybe_unused]] __device__ __forceinline__ uint32_t ampc_shared_number(const void *shared) {

@@ -261,7 +261,8 @@ def gpu_state():
 
 
 def state_text(_path, _trial):
-    return (f"- **GPU**: the CUDA backend has been run on an {gpu_state()}. It builds with nvcc 13 for sm_75 to sm_121, and every "
+    return (f"- **GPU**: the CUDA backend has been run on an {gpu_state()}. It builds with nvcc 13 for sm_75 to sm_121. With "
+            "the headers and ptxas of CUDA 11.8 to 12.9, clang compiles it for sm_70 (V100) to sm_90a. Every "
             "change is tested on a model of a GPU that runs on the CPU.")
 
 

@@ -94,7 +94,7 @@ struct blas_state {
     int wrong = COC_BLAS_ALGORITHMS, least = 1;
     int cuts_tf32 = 0, lacks = -1;
     uint32_t asked_schemes = 0;
-    size_t version = 130100;
+    size_t version = CUBLAS_VERSION;
     blas_state() { std::copy(times, times + COC_BLAS_ALGORITHMS, time); }
 };
 blas_state &state() {
@@ -901,7 +901,7 @@ const char *cublasLtGetStatusString(cublasStatus_t status) {
     switch (status) { COC_STATUSES(STATUS_TEXT) default: return "unrecognized status"; }
 }
 size_t cublasLtGetVersion(void) { return state().version; }
-size_t cublasLtGetCudartVersion(void) { return 13000; }
+size_t cublasLtGetCudartVersion(void) { return CUDART_VERSION; }
 
 cublasStatus_t cublasLtCreate(cublasLtHandle_t *handle) {
     BLAS_CALL(0);

@@ -149,7 +149,7 @@ typedef std::recursive_mutex coc_model_lock;
 struct model_state {
     coc_model_lock lock;
     std::vector<device_state> devices;
-    int device_count = 2, multiprocessors = 4, capability = 90, image = 90;
+    int device_count = 2, multiprocessors = 4, capability = COC_CAPABILITY, image = capability;
     bool letter = false;        /* the image's */
     int driver = 13000;
     size_t memory = (size_t)1 << 30;
@@ -842,7 +842,7 @@ cudaError_t cudaSetDevice(int index) {
     COC_CALL(AFTER_LOSS | NO_CONTEXT);
     if (index < 0 || index >= model().device_count) return call.done(cudaErrorInvalidDevice);
     current_device = index;
-    device(index).context = true;               /* since CUDA 12 */
+    if (CUDART_VERSION >= 12000) device(index).context = true;
     return cudaSuccess;
 }
 
@@ -871,7 +871,9 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *prop, int index) {
     prop->minor = m.capability % 10;
     prop->multiProcessorCount = m.multiprocessors;
     prop->canMapHostMemory = prop->concurrentKernels = prop->unifiedAddressing = 1;
+#if CUDART_VERSION >= 12000
     prop->memoryPoolsSupported = m.pools;
+#endif
     prop->asyncEngineCount = 2;
     prop->memoryBusWidth = 5120;
     prop->l2CacheSize = 50 << 20;
@@ -988,8 +990,19 @@ static int encode_tiled(void *map, int type, unsigned rank, void *address, const
     return 0;
 }
 
+#if CUDART_VERSION >= 12050
 cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function, unsigned version, unsigned long long,
                                              enum cudaDriverEntryPointQueryResult *result) {
+#elif CUDART_VERSION >= 12000
+cudaError_t cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long long,
+                                    enum cudaDriverEntryPointQueryResult *result) {
+    const unsigned version = CUDART_VERSION;
+#else
+cudaError_t cudaGetDriverEntryPoint(const char *symbol, void **function, unsigned long long) {
+    const unsigned version = CUDART_VERSION;
+    const int cudaDriverEntryPointSuccess = 0, cudaDriverEntryPointSymbolNotFound = 1, cudaDriverEntryPointVersionNotSufficent = 2;
+    int found, *result = &found;
+#endif
     static const struct { const char *name; void *function; unsigned since; } known[] = {
         {"cuDevicePrimaryCtxGetState", (void *)context_state, 7000}, {"cuTensorMapEncodeTiled", (void *)encode_tiled, 12000},
     };
@@ -1044,7 +1057,7 @@ cudaError_t cudaDriverGetVersion(int *version) {
 
 cudaError_t cudaRuntimeGetVersion(int *version) {
     COC_CALL(AFTER_LOSS | NO_CONTEXT);
-    *version = 13000;
+    *version = CUDART_VERSION;
     return cudaSuccess;
 }
 
@@ -1547,7 +1560,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
     return cudaSuccess;
 }
 
-#if !defined(COC_TOOLKIT)
+#if !defined(COC_TOOLKIT) && CUDART_VERSION >= 13000
 cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id,
                                      cudaGraph_t *graph) {
 #elif CUDART_VERSION >= 13000
@@ -1566,6 +1579,11 @@ cudaError_t cudaStreamGetCaptureInfo_v2(cudaStream_t handle, enum cudaStreamCapt
     if (graph != nullptr && stream->capturing) *graph = stream->capturing->graph.get();
     return cudaSuccess;
 }
+#if !defined(COC_TOOLKIT) && CUDART_VERSION < 13000
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, enum cudaStreamCaptureStatus *status, unsigned long long *id) {
+    return cudaStreamGetCaptureInfo_v2(handle, status, id, nullptr, nullptr, nullptr);
+}
+#endif
 
 /* One reference each; a graph's copies, instantiated or running, share it. */
 cudaError_t cudaUserObjectCreate(cudaUserObject_t *handle, void *ptr, cudaHostFn_t destroy, unsigned int references,
@@ -1600,7 +1618,11 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
     return cudaSuccess;
 }
 
+#if CUDART_VERSION >= 12000
 cudaError_t cudaGraphInstantiate(cudaGraphExec_t *handle, cudaGraph_t graph, unsigned long long) {
+#else
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *handle, cudaGraph_t graph, cudaGraphNode_t *, char *, size_t) {
+#endif
     COC_CALL(0);
     auto found = model().graphs.find(graph);
     if (found == model().graphs.end()) return call.done(cudaErrorInvalidValue);

@@ -2,8 +2,8 @@
 # nvcc.sh - compiles amp_cuda.cu with nvcc without warnings, and checks the machine code of its kernels for sm_90a.  The
 # kernels may need no more registers, divisions and shared memory than tests/gpu/resources.txt says.  They may not spill
 # registers.  Those listed in tests/gpu/wide.txt must access memory 16 bytes at a time.  The compiler may not serialise the
-# wgmma of a kernel, which its notes C7510 to C7519 report.  CUDA_ARCHS names further architectures to compile for ("80 100",
-# "all").
+# wgmma of a kernel, which its notes C7510 to C7519 report.  The code for GPUs without tensor cores, in which much is left
+# out, is compiled to PTX.  CUDA_ARCHS names further architectures to compile for ("80 100", "all").
 #
 # `nvcc.sh --table` writes resources.txt again.
 . tests/lib.sh
@@ -40,12 +40,28 @@ write_table() {
     } > "$work/table" && cp "$work/table" "$table"
 }
 
+# archs_of RELEASE: what find.sh says of an nvcc that prints that release and these architectures.
+archs_of() {
+    {
+        echo '#!/bin/sh'
+        echo "case \$1 in --version) echo 'release $1, V$1.1' ;; *) printf 'compute_%s\\n' 35 62 70 75 90 ;; esac"
+    } > "$work/nvcc"
+    chmod +x "$work/nvcc"
+    NVCC=$work/nvcc sh tests/gpu/find.sh archs
+}
+for case in "11.8 70 75 90 " "12.4 70 75 90a "; do
+    found=$(archs_of "${case%% *}")
+    if [ "$found" = "${case#* }" ]; then pass; else fail "find.sh archs, CUDA ${case%% *}" "$found"; fi
+done
+
 if [ -z "$nvcc" ]; then
     skip "amp_cuda.cu for a GPU, registers, spills, shared memory, 16-byte accesses" "no nvcc"
 elif [ "$1" = --table ]; then
     compile_sm90a && reader && write_table
     exit
 else
+    check "sm_75, as PTX" "$nvcc" -std=c++17 -I. -arch=compute_75 -Xcicc -O0 -Werror all-warnings -ptx amp_cuda.cu \
+        -o "$work/amp_cuda.ptx"
     check "sm_90a" compile_sm90a
     check "tests/gpu/resources.cpp" reader
     if [ -e "$object" ] && [ -x "$work/resources" ]; then

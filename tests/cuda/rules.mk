@@ -6,7 +6,7 @@
 # CUDA_TESTS_CI, of `make test-ci`: nvcc.sh, which compiles amp_cuda.cu for a GPU and reads its machine code (a minute or
 # more); the tests under AddressSanitizer and UndefinedBehaviorSanitizer (asan_*); the model's own tests over the toolkit's
 # declarations, where they are found (toolkit_*); threads under ThreadSanitizer (tsan_*); the harness with the fibers of
-# other CPUs than x86-64 (ucontext_*).  Without g++ cuda_skipped.sh says why there are none.
+# other CPUs than x86-64 (ucontext_*); the backend on a GPU of compute capability 7.0 under CUDA 11.8 (volta_*).  Without g++ cuda_skipped.sh says why there are none.
 
 CXX        ?= g++
 COC        := tests/cuda
@@ -23,6 +23,7 @@ COC_LIBS   := -rdynamic -ldl -lm -lpthread
 # The model sees which locks amp_cuda.cu holds when it calls CUDA.
 COC_LOCKS  := -Dpthread_mutex_lock=coc_mutex_lock -Dpthread_mutex_unlock=coc_mutex_unlock
 CUDA_HOME  ?= /usr/local/cuda
+COC_VOLTA  := -DCUDART_VERSION=11080 -DCUBLAS_VERSION=111103 -DCOC_CAPABILITY=70
 COC_REAL   := -UAMP_NVTX -DCOC_TOOLKIT -isystem $(CUDA_HOME)/include
 
 COC_PARTS   := coc_engine.o coc_hopper.o coc_runtime.o coc_cublas.o
@@ -35,18 +36,20 @@ CUDA_NAMES  := t_harness t_cublas $(if $(wildcard amp_cuda.cu),$(patsubst $(COC)
 
 CUDA_REAL   := $(filter %_harness %_cublas,$(CUDA_NAMES))
 
+CUDA_VOLTA  := $(BUILD)/volta_t_cuda_oldest $(BUILD)/volta_t_cuda_gpt
+
 ifeq ($(HAVE_CXX),1)
 CUDA_TESTS    := $(CUDA_NAMES:%=$(BUILD)/%) $(COC)/examples.sh
 CUDA_NEEDS    := $(EXAMPLES:%=$(BUILD)/model_%) $(BUILD)/model_own_kernels $(BUILD)/coc_nccl.so
 CUDA_TESTS_CI := $(if $(HAVE_ASAN),$(CUDA_NAMES:%=$(BUILD)/asan_%)) $(if $(HAVE_CUDA_H),$(CUDA_REAL:%=$(BUILD)/toolkit_%)) \
-                 $(if $(HAVE_TSAN),$(BUILD)/tsan_t_cuda_threads) $(BUILD)/ucontext_t_harness
+                 $(if $(HAVE_TSAN),$(BUILD)/tsan_t_cuda_threads) $(BUILD)/ucontext_t_harness $(CUDA_VOLTA)
 else
 CUDA_TESTS    := $(COC)/cuda_skipped.sh
 endif
 CUDA_TESTS += $(COC)/nccl.sh
 CUDA_TESTS_CI += $(COC)/nvcc.sh
 
-# Five builds of the same sources, by prefix; the third: of amp.o.
+# Six builds of the same sources, by prefix; the third: of amp.o.
 define coc_build
 $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) -O2 $(2) -c $$< -o $$@
@@ -65,10 +68,12 @@ $(eval $(call coc_build,,))
 $(eval $(call coc_build,asan_,$(COC_ASAN)))
 $(eval $(call coc_build,toolkit_,$(COC_REAL)))
 $(eval $(call coc_build,ucontext_,-DCOC_UCONTEXT))
+$(eval $(call coc_build,volta_,$(COC_VOLTA)))
 $(eval $(call coc_build,tsan_,$(COC_TSAN),tsan_))
 $(BUILD)/tsan_amp.o: amp.h | $(BUILD)
 	echo '#include "amp.h"' | $(CC) -std=c99 -O1 -g1 -fsanitize=thread -Wno-tsan -DAMP_IMPLEMENTATION -I. -x c -c - -o $@
-.SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p) $(BUILD)/tsan_$(p))
+.SECONDARY: $(foreach p,$(COC_PARTS) model_amp_cuda.o,$(BUILD)/$(p) $(BUILD)/asan_$(p) $(BUILD)/toolkit_$(p) $(BUILD)/tsan_$(p) \
+              $(BUILD)/volta_$(p))
 
 # The driver's library of sensors, under its own name inside.
 $(BUILD)/coc_nvml.so: $(COC)/coc_nvml.c | $(BUILD)

@@ -1861,9 +1861,11 @@ TEST(images) {
         {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, but model has 9.0: attention runs without tensor cores; compile "
                             "amp_cuda.cu with -arch=sm_90"},
         {80, 75, AMP_OK, 1, "-arch=sm_80"},
-        {70, 70, AMP_ERR_UNSUPPORTED, 0, "model has compute capability 7.0; 7.5 (Turing) or later is needed"},
-        {90, 120, AMP_ERR_DEVICE, 0, "compile amp_cuda.cu with -arch for this GPU"},
+        {70, 70, AMP_ERR_UNSUPPORTED, 0, "model has compute capability 7.0; 7.5 (Turing) or later is needed, as CUDA 13 does "
+                                          "not build for older ones; compile for 7.0 (Volta) with CUDA 11.8 to 12.9"},
+        {90, 120, AMP_ERR_DEVICE, 0, "compile amp_cuda.cu with -arch for this GPU: -arch=sm_90a"},
         {80, 90, AMP_ERR_DEVICE, 0, "cudaErrorNoKernelImageForDevice"},
+        {100, 90 + COC_LETTER_A, AMP_ERR_DEVICE, 0, "compile amp_cuda.cu with -arch for this GPU: -arch=sm_100"},
     };
     for (const auto &c : cases) {
         coc_set_devices(1, (size_t)1 << 28, 4, c.cc, c.image);
@@ -1975,7 +1977,7 @@ static void nothing_left(const char *function, int n) {
 
 TEST(every_call_may_fail) {
     static const char *const functions[] = {
-        "cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetDeviceProperties", "cudaFuncGetAttributes",
+        "cudaGetDeviceCount", "cudaGetDevice", "cudaSetDevice", "cudaGetDeviceProperties", "cudaFuncGetAttributes", "cudaDeviceGetAttribute",
         "cudaStreamCreateWithFlags", "cudaMalloc", "cudaHostAlloc", "cudaMemcpyAsync", "cudaMemsetAsync",
         "cudaEventCreateWithFlags", "cudaEventRecord", "cudaStreamWaitEvent", "cudaEventQuery", "cudaEventSynchronize",
         "cudaEventElapsedTime", "cudaLaunchKernel", "cudaStreamBeginCapture", "cudaStreamEndCapture", "cudaGraphInstantiate",

@@ -2,8 +2,9 @@
 # find.sh WHAT - finds the CUDA compiler and the GPU of this machine.  It prints the answer, or prints nothing and fails:
 #   nvcc      the compiler: $NVCC if that is set, else of $CUDA_HOME, PATH, pkg-config or /usr/local/cuda
 #   release   its release: 13.0
-#   archs     the architectures it can build from Turing on, the first that is supported: 75 80 ... 121; 90a in place of
-#             90, because every GPU of capability 9.0 runs code for sm_90a, which alone has wgmma
+#   archs     the architectures it can build from Volta on, the first that is supported: 70 75 ... 90a before CUDA 13, then
+#             75 80 ... 121; 90a in place of 90 from CUDA 12 on, because every GPU of capability 9.0 runs code for sm_90a,
+#             which alone has wgmma
 #   gpu       the first GPU: "NVIDIA H200, 9.0"
 #   usable    1 if there are a compiler and a GPU, else 0; never fails
 #   backend   one line that says which backend a program can use here, and why; never fails
@@ -24,7 +25,8 @@ find_nvcc() {
 find_release() { nvcc=$(find_nvcc) && "$nvcc" --version | sed -n 's/.*release \([0-9.]*\),.*/\1/p'; }
 find_archs() {
     nvcc=$(find_nvcc) || return 1
-    "$nvcc" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n | awk '$1 >= 75' | sed 's/^90$/90a/' |
+    case $(find_release) in 11.*) hopper=90 ;; *) hopper=90a ;; esac
+    "$nvcc" --list-gpu-arch | sed -n 's/^compute_\([0-9]*\)$/\1/p' | sort -n | awk '$1 >= 70' | sed "s/^90$/$hopper/" |
         tr '\n' ' '
 }
 find_gpu() {

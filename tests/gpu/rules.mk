@@ -7,8 +7,9 @@
 #   make gpu SECONDS=300    for everything, building included (default 575); RESULTS=folder: of the file
 #   make gpu REHEARSE=1     the same programs on the model GPU, in the smallest sizes
 #   make gpu-table          what the kernels need of sm_90a into tests/gpu/resources.txt
+#   make test-toolkits      amp_cuda.cu with other toolkits, which are in the folder TOOLKITS (toolkits.sh)
 #   make backend            which backend a program can use here
-.PHONY: backend cuda gpu gpu-programs gpu-table
+.PHONY: backend cuda gpu gpu-programs gpu-table test-toolkits
 
 NVCC_FLAGS := -O2 -std=c++17 -I. -Werror all-warnings
 GPU_JOBS   ?= $(shell getconf _NPROCESSORS_ONLN)
@@ -32,6 +33,9 @@ $(BUILD)/amp_cuda.o: amp_cuda.cu amp.h | $(BUILD)
 
 gpu-table:
 	sh tests/cuda/nvcc.sh --table
+
+test-toolkits:
+	CC="$(CC)" CXX="$(CXX)" sh tests/gpu/toolkits.sh
 
 # ---- The tests and timings, for the GPU at hand or for the model.  GPU_CXX compiles host code, GPU_CU device code.
 GPU_TESTS    := $(patsubst $(COC)/%.cpp,%,$(wildcard $(COC)/t_cuda*.cpp)) t_models

@@ -31,13 +31,17 @@ void coc_set_patience(int queries);
 void coc_set_yielding(int yielding);
 
 /* ---- The machine: how many GPUs (default 2), their memory in bytes (default 1 GiB), their multiprocessors
-   (default 4: small, so that persistent grids loop), compute capability (default 90), and what the program was compiled
+   (default 4: small, so that persistent grids loop), compute capability (default COC_CAPABILITY), and what it was compiled
    for (default: that).  May be called only while no object of the runtime exists.
    Code for a newer GPU does not run (error 209).  Code for an older GPU runs, translated by the driver, but has only that
    GPU's features: below 80 (PTX ISA), m16n8k16 is a fault, and cp.async copies at once.  Image 90 + COC_LETTER_A is that of
    -arch=sm_90a: it runs on capability 90 alone, and has wgmma and setmaxnreg. */
+#ifndef COC_CAPABILITY
+#  define COC_CAPABILITY 90
+#endif
 enum { COC_LETTER_A = 256 };
-void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = 90, int image = 0);
+void coc_set_devices(int count, size_t memory = (size_t)1 << 30, int multiprocessors = 4, int capability = COC_CAPABILITY,
+                     int image = 0);
 /* The driver's version (13000 after coc_reset): it has no functions that came later. */
 void coc_set_driver(int version);
 /* The GPU's number of the first byte of dynamic shared memory, as descriptors have it (default 1024). */

@@ -7,7 +7,9 @@
 
 #include "cuda_runtime.h"
 
-#define CUBLAS_VERSION 130100
+#ifndef CUBLAS_VERSION          /* -DCUBLAS_VERSION=111103 is that of CUDA 11.8 */
+#  define CUBLAS_VERSION 130100
+#endif
 
 typedef enum cudaDataType_t {
     CUDA_R_32F = 0, CUDA_R_64F = 1, CUDA_R_16F = 2, CUDA_R_8I = 3, CUDA_R_32I = 10, CUDA_R_16BF = 14,
