@@ -1401,11 +1401,12 @@ void ampc_find_warpgroups(ampc_device *dev, bool is_90a, const char *name) {
     char text[320];
     bool encodes = ampc_driver_symbol("cuTensorMapEncodeTiled", 12000, &dev->encode_tiled);
     dev->has.warpgroups = dev->has.cc == 90 && is_90a && encodes;
-    if (dev->has.warpgroups || dev->has.cc != 90) return;
+    if (dev->has.warpgroups) return;
     snprintf(text, sizeof text, "amp_cuda: amp_desc.wgmma is set, but attention on %.127s uses mma.sync: %s", name,
-             CUDART_VERSION < 12000 ? "compile amp_cuda.cu with CUDA 12 or later and -arch=sm_90a"
-             : !is_90a              ? "compile amp_cuda.cu with -arch=sm_90a"
-                                    : "the driver is older than CUDA 12; update it");
+             dev->has.cc != 90        ? "it needs a GPU of compute capability 9.0"
+             : CUDART_VERSION < 12000 ? "compile amp_cuda.cu with CUDA 12 or later and -arch=sm_90a"
+             : !is_90a                ? "compile amp_cuda.cu with -arch=sm_90a"
+                                      : "the driver is older than CUDA 12; update it");
     dev->host.log(dev->host.user, AMP_LOG_WARNING, AMPC_LOG_IMAGE, text);
 }
 

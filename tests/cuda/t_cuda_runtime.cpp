@@ -1856,7 +1856,8 @@ TEST(images) {
     struct image_case { int cc, image; amp_result result; int logs; const char *text; int wgmma = 0, driver = 13000; };
     static const image_case cases[] = {
         {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL, 1}, {90, 90, AMP_OK, 1, "compile amp_cuda.cu with -arch=sm_90a", 1},
-        {90, 90 + COC_LETTER_A, AMP_OK, 1, "the driver is older than CUDA 12", 1, 11080}, {80, 80, AMP_OK, 0, NULL, 1},
+        {90, 90 + COC_LETTER_A, AMP_OK, 1, "the driver is older than CUDA 12", 1, 11080},
+        {80, 80, AMP_OK, 1, "mma.sync: it needs a GPU of compute capability 9.0", 1},
         {90, 90 + COC_LETTER_A, AMP_OK, 0, NULL}, {90, 90, AMP_OK, 0, NULL}, {90, 80, AMP_OK, 0, NULL}, {75, 75, AMP_OK, 0, NULL}, {86, 80, AMP_OK, 0, NULL},
         {90, 75, AMP_OK, 1, "compiled for compute capability 7.5, but model has 9.0: attention runs without tensor cores; compile "
                             "amp_cuda.cu with -arch=sm_90"},
