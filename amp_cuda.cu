@@ -12,8 +12,9 @@
 
      CUDA 11.8 or later is needed.  Before CUDA 13, the oldest architecture is sm_70 (Volta), and then sm_75.  From CUDA
      12 on, there is sm_90a.  nvcc 13.0 has compiled the file for sm_75 to sm_121.  With the headers and ptxas of CUDA
-     11.8, 12.0, 12.4 and 12.9, clang 16 and 19 have compiled it (make test-toolkits).  nvcc of these releases has not
-     been tried.  nvcc 11.8 takes g++ 11 at most (-ccbin g++-11).
+     11.8, 12.0, 12.4 and 12.9, clang 16 and 19 have compiled the CPU's code, and clang 19 the kernels: for sm_70 with
+     11.8, 12.4 and 12.9, and for sm_80 and sm_90a with 12.0 (make test-toolkits).  nvcc of these releases has not been
+     tried.  nvcc 11.8 takes g++ 11 at most (-ccbin g++-11).
 
    USE     Name the backend when you open a context.
 

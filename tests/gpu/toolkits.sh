@@ -30,15 +30,19 @@ fetch() {
         --platform manylinux2010_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_27_x86_64 \
         --target "$wheels" $(packages "$1") || return 1
     mkdir -p "$root"
+    find "$wheels" -name '__*' -prune -exec rm -rf {} +
     for part in "$wheels"/nvidia/*/; do cp -Rl "$part." "$root" || return 1; done
-    chmod +x "$root/bin/ptxas"
     rm -rf "$wheels"
+    chmod +x "$root/bin/ptxas"
 }
 if [ "$1" = --fetch ]; then
     for release in ${RELEASES:-11.8 12.0 12.4 12.9}; do
         if [ -e "$folder/cuda-$release" ]; then skip "CUDA $release" "$folder/cuda-$release is there"
         elif fetch "$release"; then pass
-        else fail "CUDA $release" "cannot be fetched"; fi
+        else
+            rm -rf "$folder/cuda-$release"
+            fail "CUDA $release" "cannot be fetched"
+        fi
     done
     closing
     exit
