@@ -1560,7 +1560,7 @@ typedef struct amp_tape_node_info {
 AMP_API amp_result amp_tape_node(const amp_tape *tape, int64_t i, amp_tape_node_info *out);
 /* Sets the dtype (fp32, fp16 or bf16) in which the results of the products, norms, activations, SwiGLU, embeddings,
    dropout, sums, multiples and means that follow are stored; 0: as autocast decides.  Other operators are not
-   affected. */
+   affected.  With bf16 for the embedding and the additions, a residual stream is stored in bf16. */
 AMP_API void amp_tape_store(amp_tape *tape, amp_dtype dtype);
 /* Names the layer of the operators that follow, for overrides and messages.  An operator with a weight has the weight's
    name instead.  NULL: no name. */
