@@ -6011,6 +6011,7 @@ static int ampi_os_failed(void) { return -ampi_os_errno(GetLastError()); }
 static const char *ampi_os_error(int error) {
     switch (error) {
         case EBUSY: return "another program holds the file open: close it there";
+        case EACCES: return "no permission, or another program holds the file open";
         case EILSEQ: return "the name is not UTF-8, or Windows' name of a file is not UTF-16";
         case EINVAL: return "Windows allows no such name";
         case EXDEV: return "this volume cannot replace a file in one step";
@@ -6183,7 +6184,9 @@ static int ampi_os_rename(void *user, const char *from, const char *to) {
     (void)user;
     if (wide_to != NULL) {
         do done = ampi_os_rename_posix(wide_from, wide_to) ||
-                  MoveFileExW(wide_from, wide_to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
+                  MoveFileExW(wide_from, wide_to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH) ||
+                  (GetLastError() == ERROR_ACCESS_DENIED &&         /* older ones can replace an open file so only */
+                   ReplaceFileW(wide_to, wide_from, NULL, REPLACEFILE_IGNORE_MERGE_ERRORS, NULL, NULL));
         while (!done && ampi_os_again(&tries));
     }
     if (!done) error = ampi_os_failed();
@@ -39907,9 +39910,10 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        within your captured graph have their own scratch memory.
        amp_desc.wgmma: attention on compute capability 9.0 by wgmma and TMA, off by default because it has never run on
        a GPU.  It needs amp_cuda.cu compiled with -arch=sm_90a.  Backends: amp_backend_desc.wgmma.
-       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads; paths
-       are UTF-8.  It compiles and links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's
-       files are matched by amp.h itself, with fnmatch's answers in the C locale.
+       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads: paths
+       are UTF-8 and may be long, files are replaced in one step, and AMP_SHARD_GRADIENTS is refused.  It compiles and
+       links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's files are matched by amp.h
+       itself, with fnmatch's answers in the C locale.  BUILD has a line for each platform.
        Renamed: amp_param.used is .last_used.
        The API has each section once.  Those that a training program calls come first, and what only kernels and
        backends need comes last, in >>kernels.  It has 280 public functions and 139 structs; 0.2.0 had 277 and 137.
