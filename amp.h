@@ -5763,6 +5763,7 @@ typedef struct ampi_os_thread {
     int holders;
 #if defined(__APPLE__)
     fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+    ampi_fp vectors;                /* that of vector instructions, which fenv_t does not have everywhere */
 #endif
 } ampi_os_thread;
 
@@ -5778,6 +5779,7 @@ static void *ampi_os_thread_main(void *arg) {
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
 #if defined(__APPLE__)
     fesetenv(&t->environment);
+    ampi_fp_end(t->vectors);
 #endif
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
@@ -5794,6 +5796,8 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->holders = 2;
 #if defined(__APPLE__)
     fegetenv(&t->environment);
+    t->vectors = ampi_fp_begin();
+    ampi_fp_end(t->vectors);
 #endif
     error = pthread_create(&t->handle, NULL, ampi_os_thread_main, t);
     if (error != 0) { free(t); return -error; }
@@ -6011,7 +6015,7 @@ static int ampi_os_failed(void) { return -ampi_os_errno(GetLastError()); }
 static const char *ampi_os_error(int error) {
     switch (error) {
         case EBUSY: return "another program holds the file open: close it there";
-        case EACCES: return "no permission, or another program holds the file open";
+        case EACCES: return "Permission denied, or another program holds the file open";
         case EILSEQ: return "the name is not UTF-8, or Windows' name of a file is not UTF-16";
         case EINVAL: return "Windows allows no such name";
         case EXDEV: return "this volume cannot replace a file in one step";
@@ -6184,9 +6188,7 @@ static int ampi_os_rename(void *user, const char *from, const char *to) {
     (void)user;
     if (wide_to != NULL) {
         do done = ampi_os_rename_posix(wide_from, wide_to) ||
-                  MoveFileExW(wide_from, wide_to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH) ||
-                  (GetLastError() == ERROR_ACCESS_DENIED &&         /* older ones can replace an open file so only */
-                   ReplaceFileW(wide_to, wide_from, NULL, REPLACEFILE_IGNORE_MERGE_ERRORS, NULL, NULL));
+                  MoveFileExW(wide_from, wide_to, MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH);
         while (!done && ampi_os_again(&tries));
     }
     if (!done) error = ampi_os_failed();
@@ -6220,6 +6222,7 @@ static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, c
     if (wide == NULL) return ampi_os_failed();
     search = FindFirstFileW(wide, &entry);
     result = search != INVALID_HANDLE_VALUE ? 0 : ampi_os_failed();
+    if (result == -EINVAL) result = -ENOTDIR;           /* of a file */
     free(wide);
     if (result != 0) return result;
     do {
@@ -6237,6 +6240,7 @@ typedef struct ampi_os_thread {
     void *arg;
     int holders;
     fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+    ampi_fp vectors;                /* that of vector instructions, which fenv_t does not have everywhere */
 } ampi_os_thread;
 
 static void ampi_os_thread_release(void *thread) {
@@ -6247,6 +6251,7 @@ static unsigned WINAPI ampi_os_thread_main(void *arg) {
     ampi_os_thread *t = (ampi_os_thread *)arg;
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
     fesetenv(&t->environment);
+    ampi_fp_end(t->vectors);
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
     return 0;
@@ -6259,6 +6264,8 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->arg = arg;
     t->holders = 2;
     fegetenv(&t->environment);
+    t->vectors = ampi_fp_begin();
+    ampi_fp_end(t->vectors);
     t->handle = (HANDLE)_beginthreadex(NULL, 0, ampi_os_thread_main, t, 0, NULL);
     if (t->handle == NULL) { free(t); return -EAGAIN; }
     *thread = t;

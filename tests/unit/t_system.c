@@ -13,7 +13,7 @@
 static char folder[64] = "/tmp/amp_system_XXXXXX";
 static amp_system sys;
 
-static __attribute__((unused)) int says(const char *text) {
+static int says(const char *text) {
     if (strstr(amp_last_error(), text) != NULL) return 1;
     printf("      last error: %s\n", amp_last_error());
     return 0;
@@ -75,15 +75,17 @@ TEST(paths_may_be_long) {
 
 TEST(an_open_file_is_replaced_or_stays) {
     char path[256], text[8] = "";
+    const char *wanted = "old";
     intptr_t file;
     snprintf(path, sizeof path, "%s/open", folder);
     CHECK_OK(amp_file_write_atomic(NULL, path, "old", 3));
     CHECK_EQ(sys.file_open(sys.user, path, 0, &file), 0);
-    CHECK_OK(amp_file_write_atomic(NULL, path, "newer", 5));
+    if (amp_file_write_atomic(NULL, path, "newer", 5) == AMP_OK) wanted = "newer";
+    else CHECK(says("another program holds the file open"));                    /* Windows before 10 */
     CHECK_EQ(sys.file_read(sys.user, file, text, sizeof text, 0), 3);           /* who has it open reads the old one */
     CHECK(memcmp(text, "old", 3) == 0);
     CHECK_EQ(sys.file_close(sys.user, file), 0);
-    CHECK(holds(path, "newer"));
+    CHECK(holds(path, wanted));
     CHECK_EQ(sys.file_remove(sys.user, path), 0);
 }
 
