@@ -118,6 +118,32 @@ mingw_quickstart() {
 }
 if wanted mingw; then mingw_quickstart; fi
 
+# Every example builds; those that need no data run; and train_gpt learns on two ranks over Windows' sockets.
+windows_examples() {
+    if ! have $mingw; then skip wine-examples "no $mingw (apt install gcc-mingw-w64-x86-64)"; return; fi
+    mkdir -p "$work/examples"
+    $mingw -std=c99 -O1 -I. -c "$work/amp.c" -o "$work/examples/amp.o" > "$work/log" 2>&1
+    for file in examples/*.c; do
+        program=$work/examples/$(basename "$file" .c).exe
+        $mingw -std=c99 -w -O1 -DAMP_IMPLEMENTATION_INCLUDED "$file" "$work/examples/amp.o" -o "$program" $windows_libs > "$work/log" 2>&1 ||
+            { fail wine-examples "$file: $(grep -m 3 -e error -e undefined "$work/log")"; return; }
+    done
+    if ! have wine; then skip wine-examples "all compiled, but there is no wine to run them"; return; fi
+    cp README.md "$work/examples/text.txt"
+    for program in regression scaler_only mlp sgemm convnet data_parallel; do
+        (cd "$work/examples" && timeout 300 wine ./$program.exe) > "$work/log" 2>&1 || { fail wine-examples "$program: $(tail -n 2 "$work/log")"; return; }
+    done
+    for rank in 1 0; do
+        (cd "$work/examples" && RANK=$rank WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29517 timeout 300 wine ./train_gpt.exe \
+            --data text.txt --steps 10 --layers 1 --heads 2 --channels 32 --batch 2 --seq 32 --out out > "rank$rank.log" 2>&1; echo $? > "rank$rank.rc") &
+    done
+    wait
+    if [ "$(cat "$work/examples/rank0.rc" "$work/examples/rank1.rc" | tr '\n' ' ')" = "0 0 " ] && grep -aq '"step": 10' "$work/examples/out/metrics.jsonl"; then
+        ok wine-examples "$(ls examples/*.c | wc -l) compiled, 6 run, and train_gpt trains on two ranks"
+    else fail wine-examples "train_gpt on two ranks: $(tail -n 2 "$work/examples/rank0.log" | tr -cd ' -~')"; fi
+}
+if wanted wine-examples; then windows_examples; fi
+
 # under_wine TEST PROGRAM: adds its counts to this script's.
 under_wine() {
     AMPT_LEAVE_OUT=long timeout 900 wine "$2" > "$work/log" 2>&1
