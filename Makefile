@@ -225,9 +225,9 @@ test: $(TESTS:%=$(BUILD)/%) $(FAST:%=$(BUILD)/fast_%) $(filter $(BUILD)/%,$(CUDA
 
 # The longest first, so that no core waits long for the last; one job each, as run.sh keeps every core busy.
 WAITING_CI    := $(filter %/asan_t_cuda_nccl %/tsan_t_cuda_threads,$(CUDA_TESTS_CI))
-TEST_RUNS_CI  := tests/sanitize.sh tests/compile.sh tests/hostile/fuzz/run.sh tests/newcomer.sh $(CUDA_TESTS_CI) tests/lifetime.sh
+TEST_RUNS_CI  := tests/sanitize.sh tests/platforms.sh tests/compile.sh tests/hostile/fuzz/run.sh tests/newcomer.sh $(CUDA_TESTS_CI) tests/lifetime.sh
 test-ci: $(filter $(BUILD)/%,$(CUDA_TESTS_CI)) $(CRASH_CI)
-	CORES=1 INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=10 TIMES=$(BUILD)/times_ci.txt $(RUN) \
+	CORES=1 ONLY=ci INSIDE="$(INSIDE)" INSIDE_ALONE="$(INSIDE_ALONE)" FUZZ_SECONDS=10 TIMES=$(BUILD)/times_ci.txt $(RUN) \
 	    $(filter-out $(WAITING_CI),$(TEST_RUNS_CI)) --waiting $(WAITING_CI) --alone $(CRASH_CI)
 
 newcomer:

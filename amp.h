@@ -5772,6 +5772,7 @@ typedef struct ampi_os_thread {
     int holders;
 #if defined(__APPLE__)
     fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+    ampi_fp vectors;                /* that of vector instructions, which fenv_t does not have everywhere */
 #endif
 } ampi_os_thread;
 
@@ -5787,6 +5788,7 @@ static void *ampi_os_thread_main(void *arg) {
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
 #if defined(__APPLE__)
     fesetenv(&t->environment);
+    ampi_fp_end(t->vectors);
 #endif
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
@@ -5803,6 +5805,8 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->holders = 2;
 #if defined(__APPLE__)
     fegetenv(&t->environment);
+    t->vectors = ampi_fp_begin();
+    ampi_fp_end(t->vectors);
 #endif
     error = pthread_create(&t->handle, NULL, ampi_os_thread_main, t);
     if (error != 0) { free(t); return -error; }
@@ -6020,6 +6024,7 @@ static int ampi_os_failed(void) { return -ampi_os_errno(GetLastError()); }
 static const char *ampi_os_error(int error) {
     switch (error) {
         case EBUSY: return "another program holds the file open: close it there";
+        case EACCES: return "Permission denied, or another program holds the file open";
         case EILSEQ: return "the name is not UTF-8, or Windows' name of a file is not UTF-16";
         case EINVAL: return "Windows allows no such name";
         case EXDEV: return "this volume cannot replace a file in one step";
@@ -6226,6 +6231,7 @@ static int ampi_os_list(void *user, const char *folder, int (*each)(void *arg, c
     if (wide == NULL) return ampi_os_failed();
     search = FindFirstFileW(wide, &entry);
     result = search != INVALID_HANDLE_VALUE ? 0 : ampi_os_failed();
+    if (result == -EINVAL) result = -ENOTDIR;           /* of a file */
     free(wide);
     if (result != 0) return result;
     do {
@@ -6243,6 +6249,7 @@ typedef struct ampi_os_thread {
     void *arg;
     int holders;
     fenv_t environment;             /* its creator's for floating-point numbers, which threads of Linux have at once */
+    ampi_fp vectors;                /* that of vector instructions, which fenv_t does not have everywhere */
 } ampi_os_thread;
 
 static void ampi_os_thread_release(void *thread) {
@@ -6253,6 +6260,7 @@ static unsigned WINAPI ampi_os_thread_main(void *arg) {
     ampi_os_thread *t = (ampi_os_thread *)arg;
     AMPI_GUARD_BEGIN(ampi_os_thread_release, t);         /* also if `run` ends the thread */
     fesetenv(&t->environment);
+    ampi_fp_end(t->vectors);
     (t->run)(t->arg);
     AMPI_GUARD_END(1);
     return 0;
@@ -6265,6 +6273,8 @@ static int ampi_os_thread_start(void *user, void **thread, void (*run)(void *arg
     t->arg = arg;
     t->holders = 2;
     fegetenv(&t->environment);
+    t->vectors = ampi_fp_begin();
+    ampi_fp_end(t->vectors);
     t->handle = (HANDLE)_beginthreadex(NULL, 0, ampi_os_thread_main, t, 0, NULL);
     if (t->handle == NULL) { free(t); return -EAGAIN; }
     *thread = t;
@@ -40072,9 +40082,10 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        On a GPU the tape's gradients of biases are summed where the gradient is written: in the backward of norms and of
        attention, or in the product that computes it (DGELU_BGRAD).  By hand: amp_norm_op.dx_bias and
        amp_linear_op.dx_bias with amp_linear_op.dy_summed, and amp_attention_op.qkv_bias.  Backends: .sums.
-       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads; paths
-       are UTF-8.  It compiles and links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's
-       files are matched by amp.h itself, with fnmatch's answers in the C locale.
+       amp.h compiles for Windows, by MinGW-w64 and by clang, and runs there without a library of POSIX threads: paths
+       are UTF-8 and may be long, files are replaced in one step, and AMP_SHARD_GRADIENTS is refused.  It compiles and
+       links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's files are matched by amp.h
+       itself, with fnmatch's answers in the C locale.  BUILD has a line for each platform.
        amp_cuda.cu compiles with CUDA 11.8 and later, and for sm_70 (V100) before CUDA 13.  "auto" chooses fp16 there.
        It has not run on a V100.  If it was compiled for another GPU, amp_open names the -arch that this one needs.
        Renamed: amp_param.used is .last_used.

@@ -141,8 +141,18 @@ static inline ssize_t amp_tcp_recv(int fd, void *data, size_t bytes) {
 }
 static inline void amp_tcp_drop(int fd) { (void)closesocket((SOCKET)fd); }
 static inline void amp_tcp_sleep(int milliseconds) { Sleep((DWORD)milliseconds); }
+/* poll leaves out descriptors of -1, and WSAPoll calls them invalid. */
 static inline int amp_tcp_poll(struct pollfd *polls, size_t n, int milliseconds) {
-    return WSAPoll(polls, (ULONG)n, milliseconds);
+    enum { MOST = 4096 };           /* for a world of 1024, and who is about to join */
+    struct pollfd some[MOST];
+    size_t i, kept = 0;
+    int ready;
+    for (i = 0; i < n && kept < MOST; i++) if (polls[i].fd != (SOCKET)-1) some[kept++] = polls[i];
+    if (kept == 0) { Sleep((DWORD)milliseconds); ready = 0; }
+    else ready = WSAPoll(some, (ULONG)kept, milliseconds);
+    for (i = kept = 0; i < n; i++)
+        polls[i].revents = polls[i].fd != (SOCKET)-1 && kept < MOST ? some[kept++].revents : 0;
+    return ready;
 }
 static inline int amp_tcp_unblock(int fd) {
     u_long on = 1;

@@ -21,6 +21,7 @@
 #undef near
 #undef far
 #undef IGNORE
+#undef OPTIONAL
 #define tell ampt_tell
 #define SIZE ampt_SIZE
 
@@ -55,8 +56,8 @@ AMPT_OWN int link(const char *from, const char *to) { return CreateHardLinkA(to,
 
 /* Memory that free() takes: as many blocks as it needs until one is aligned. */
 AMPT_OWN int posix_memalign(void **out, size_t align, size_t size) {
-    void *block = malloc(size + 16), *rest = NULL;
-    if (block != NULL && (uintptr_t)block % align != 0) { (void)posix_memalign(&rest, align, size); free(block); block = rest; }
+    void *block = malloc(size), *rest = NULL;
+    if (block != NULL && (uintptr_t)block % align != 0) { (void)posix_memalign(&rest, align, size + 16); free(block); block = rest; }
     *out = block;
     return block != NULL ? 0 : ENOMEM;
 }
@@ -96,7 +97,7 @@ AMPT_OWN int ampt_system(const char *command) {
     if (sscanf(command, "rm -%*[rf] '%599[^']'", path) != 1 && sscanf(command, "rm -%*[rf] %599s", path) != 1) return -1;
     return ampt_remove_all(path);
 }
-#define system ampt_system
+#define system(command) ampt_system(command)
 #define rename(from, to) (MoveFileExA(from, to, MOVEFILE_REPLACE_EXISTING) ? 0 : -1)
 AMPT_OWN int ampt_dup2(int from, int to) { return _dup2(from, to) == 0 ? to : -1; }
 #define dup2 ampt_dup2

@@ -585,6 +585,7 @@ TEST(a_weight_of_two_names_stays) {
 
 /* Decisions are the same under the host's rounding and traps. */
 TEST(the_host_rounding_does_not_decide) {
+    SKIP_ON_WINDOWS("printf that works while inexact results trap");
     static one plain, rounded;
     amp_adapt_record r[2];
     open_one(&plain, to_bf16);
