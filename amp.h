@@ -91,7 +91,7 @@
      On macOS amp.h has been built, and not run.  On Windows its tests run under wine.  Paths are UTF-8 there, the file
      with the implementation includes windows.h, and with MinGW's gcc -flto also needs -Wa,-muse-unaligned-vector-move.
      Microsoft's own cl does not compile amp.h: it lacks __attribute__, __atomic_... and other built-in functions, types
-     of vectors with operators, functions with instruction sets of their own, assembler statements, and _Pragma in C.
+     of vectors with operators, functions that use another instruction set, assembler statements, and _Pragma in C.
 
      Without -O2 everything is many times slower; -march is not needed.  amp.c is C99 or C++11 or later, and under
      -std=c99 it includes amp.h before system headers.  Other files may be C90 or C++98.  AMP_STATIC beside
@@ -5947,7 +5947,7 @@ static void ampi_cond_signal(ampi_cond *met) { WakeConditionVariable(met); }
 static void ampi_cond_broadcast(ampi_cond *met) { WakeAllConditionVariable(met); }
 static ampi_thread_id ampi_thread_self(void) { return GetCurrentThreadId(); }
 static int ampi_thread_is(ampi_thread_id a, ampi_thread_id b) { return a == b; }
-static void ampi_os_signals_off(void) {}        /* the console's events have a thread of their own */
+static void ampi_os_signals_off(void) {}        /* the console's events arrive on a separate thread */
 static void ampi_os_yield(void) { SwitchToThread(); }
 static int ampi_at_fork(void (*child)(void)) { (void)child; return 0; }
 static int64_t ampi_os_process(void) { return (int64_t)GetCurrentProcessId(); }

@@ -198,7 +198,7 @@ static inline int amp_tcp_raise_limit(void) {
 }
 static const int amp_tcp_reuse = SO_REUSEADDR, amp_tcp_in_progress = EINPROGRESS;
 static inline int amp_tcp_replace(const char *from, const char *to) { return rename(from, to); }
-/* Bytes that nobody can guess; 0: the system has none. */
+/* Random bytes for a secret.  Returns 0 if the system has none. */
 static inline int amp_tcp_random(void *data, size_t bytes) {
     FILE *f = fopen("/dev/urandom", "rb");
     size_t n = f != NULL ? fread(data, 1, bytes, f) : 0;

@@ -98,7 +98,7 @@ std=c99
 libs="$libs -latomic"              # gcc before 13 calls it for atomic bytes
 emulated riscv64 riscv64 riscv64-linux-gnu
 
-# Windows.  wine has a folder of its own for its registry, and is asked to say nothing.
+# Windows.  wine keeps its registry in a separate folder, and prints no messages.
 libs="-lm"
 linked windows-x86-64 x86_64-windows-gnu "Windows, clang"
 linked windows-arm64 aarch64-windows-gnu "Windows on Arm"

@@ -801,7 +801,7 @@ TEST(a_fused_update_without_gradients) {
 
 /* Threads of this process, or 0 where the system does not tell. */
 static int threads_now(void) {
-#if defined(_WIN32)                 /* wine shows Linux' /proc, with threads of its own */
+#if defined(_WIN32)                 /* under wine, /proc also lists wine's threads */
     FILE *f = NULL;
 #else
     FILE *f = fopen("/proc/self/status", "r");
