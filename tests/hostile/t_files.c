@@ -5,6 +5,7 @@
 #endif
 #include "../amp.h"
 #include "test.h"
+#include "file_holds.h"
 #include <errno.h>
 #include <fcntl.h>
 #include <glob.h>
@@ -51,15 +52,6 @@ static void write_plain(const char *path, const void *data, size_t bytes) {
 static int mode_of(const char *path) {
     struct stat info;
     return stat(path, &info) == 0 ? (int)(info.st_mode & 07777) : -1;
-}
-static int holds(const char *path, const char *text) {
-    void *data;
-    size_t bytes;
-    int same;
-    if (amp_file_read_all(NULL, path, &data, &bytes) != AMP_OK) return 0;
-    same = bytes == strlen(text) && memcmp(data, text, bytes) == 0;
-    amp_file_free(NULL, data, bytes);
-    return same;
 }
 /* Runs `what` in a child process; its exit status, or 1000 and the signal that ended it. */
 static int in_child(int (*what)(void *arg), void *arg) {

@@ -399,19 +399,24 @@ TEST(attention_from_a_cache_of_grouped_heads) {
     for (int i = 0; i < T * HEADS * D; i++) CHECK_MSG(fabs((double)o[i] - (double)whole[i]) < 1e-6, "[%d] %g, all at once %g", i, (double)o[i], (double)whole[i]);
 }
 
+/* Attention on one buffer of q, k and v, with its gradients in another. */
+static void bind_packed(amp_attention_op *op, amp_mask_kind kind) {
+    memset(op, 0, sizeof *op);
+    fill(qkv, 180, 10);
+    op->q = qkv_view(qkv, 0); op->k = qkv_view(qkv, 1); op->v = qkv_view(qkv, 2);
+    op->o = amp_tensor4(y, AMP_F32, 2, 5, 2, 3);
+    op->lse = lse;
+    op->mask.kind = kind;
+    op->d_o = amp_tensor4(loss_weights, AMP_F32, 2, 5, 2, 3);
+    op->dq = qkv_view(dqkv, 0); op->dk = qkv_view(dqkv, 1); op->dv = qkv_view(dqkv, 2);
+}
+
 TEST(attention_sums_its_gradients) {
     static float qkv_b[18], qkv_db[18];
     amp_param bias = make_param("qkv", qkv_b, qkv_db, 18, 0);
     amp_attention_op op;
-    memset(&op, 0, sizeof op);
-    fill(qkv, 180, 10);
-    op.q = qkv_view(qkv, 0); op.k = qkv_view(qkv, 1); op.v = qkv_view(qkv, 2);
-    op.o = amp_tensor4(y, AMP_F32, 2, 5, 2, 3);
-    op.lse = lse;
-    op.mask.kind = AMP_MASK_CAUSAL;
+    bind_packed(&op, AMP_MASK_CAUSAL);
     run_attention(&op);
-    op.d_o = amp_tensor4(loss_weights, AMP_F32, 2, 5, 2, 3);
-    op.dq = qkv_view(dqkv, 0); op.dk = qkv_view(dqkv, 1); op.dv = qkv_view(dqkv, 2);
     op.qkv_bias = &bias;
     CHECK_OK(amp_attention_backward(amp, &op));
     check_sum("attention", qkv_db, 0, dqkv, 10, 18, 18);
@@ -429,15 +434,9 @@ TEST(attention_on_packed_qkv) {
     for (int kind = AMP_MASK_NONE; kind <= AMP_MASK_WINDOW; kind++) {
         static const int32_t lengths[2] = {4, 5};
         amp_attention_op op;
-        memset(&op, 0, sizeof op);
-        fill(qkv, 180, 10);
-        op.q = qkv_view(qkv, 0); op.k = qkv_view(qkv, 1); op.v = qkv_view(qkv, 2);
-        op.o = amp_tensor4(y, AMP_F32, 2, 5, 2, 3);
-        op.lse = lse;
-        op.mask.kind = (amp_mask_kind)kind; op.mask.window = 2; op.mask.lengths = lengths;
+        bind_packed(&op, (amp_mask_kind)kind);
+        op.mask.window = 2; op.mask.lengths = lengths;
         run_attention(&op);
-        op.d_o = amp_tensor4(loss_weights, AMP_F32, 2, 5, 2, 3);
-        op.dq = qkv_view(dqkv, 0); op.dk = qkv_view(dqkv, 1); op.dv = qkv_view(dqkv, 2);
         CHECK_OK(amp_attention_backward(amp, &op));
         check_gradient("attention", qkv, dqkv, 180, run_attention, &op);
     }

@@ -6,6 +6,7 @@
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "test.h"
+#include "file_holds.h"
 #include <errno.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,15 +18,6 @@ static int says(const char *text) {
     if (strstr(amp_last_error(), text) != NULL) return 1;
     printf("      last error: %s\n", amp_last_error());
     return 0;
-}
-static int holds(const char *path, const char *text) {
-    void *data;
-    size_t bytes;
-    int same;
-    if (amp_file_read_all(NULL, path, &data, &bytes) != AMP_OK) return 0;
-    same = bytes == strlen(text) && memcmp(data, text, bytes) == 0;
-    amp_file_free(NULL, data, bytes);
-    return same;
 }
 
 typedef struct names { int n, found; const char *wanted; } names;
