@@ -272,9 +272,11 @@ CUDA_TEST(tape_is_as_lean_as_by_hand) {
 
 /* The gradients of a block's four biases take two launches more than a backward without them.  One adds up what attention's
    kernels have summed for q, k and v.  The other is of the MLP's first layer: with gradients in fp32 its sum is left to its
-   product for dW, whose library here has no epilogue for it.  The sums of the two branches are among those of the norms. */
+   product for dW, whose library here has no epilogue for it.  The sums of the two branches are among those of the norms.
+   GPUs before 8.0 have attention without tensor cores, which leaves q, k and v to a launch each. */
 CUDA_TEST(biases_cost_two_launches) {
     if (!CUDA_IS_MODEL) SKIP("counts launches, which only the model can");
+    const int layers = 3, with_sums = COC_CAPABILITY >= 80 ? layers : 0;
     for (amp_dtype dtype : {AMP_BF16, AMP_F16, AMP_F32}) {
         gpt_training t;
         float loss;
@@ -283,9 +285,9 @@ CUDA_TEST(biases_cost_two_launches) {
         coc_reset_counts();
         CHECK_OK(t.forward_backward());
         CHECK_OK(amp_sync(t.amp));
-        CHECK_EQ(coc_kernel_launches("ampc_column"), 3);
-        CHECK_EQ(coc_kernel_launches("ampc_norm_gradient_rows"), 2 * 3 + 1);
-        CHECK_EQ(coc_kernel_launches("ampc_add_runs"), 2 * 3 + 1 + 3);
+        CHECK_EQ(coc_kernel_launches("ampc_column"), layers + 3 * (layers - with_sums));
+        CHECK_EQ(coc_kernel_launches("ampc_norm_gradient_rows"), 2 * layers + 1);
+        CHECK_EQ(coc_kernel_launches("ampc_add_runs"), 2 * layers + 1 + with_sums);
     }
 }
 
