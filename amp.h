@@ -7240,8 +7240,10 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 
 #if defined(__NVCC__)               /* nvcc does not know the pragma */
 #  define AMPI_UNROLL
+#  define AMPI_UNROLL_4
 #else
-#  define AMPI_UNROLL _Pragma("GCC unroll 8")
+#  define AMPI_UNROLL   _Pragma("GCC unroll 8")
+#  define AMPI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 #define AMPI_CAT2(a, b) a##b
 #define AMPI_CAT(a, b) AMPI_CAT2(a, b)
@@ -9150,6 +9152,7 @@ typedef struct ampi_attention_vec {
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
     AMPI_GEMM_ROWS_MOST = 14,           /* rows of the highest fp32 tile */
+    AMPI_GEMM_BEYOND = 16,              /* words that a vector writes beyond a tile of A, at most */
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
@@ -9198,7 +9201,11 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
+    int32_t bands;                      /* in a block of rows; B is packed once for each block, or kept */
     int32_t spare;                      /* rows of packed A beyond a tile that its kernel may read but does not use */
+    /* Packs a tile's n rows of k words, dst[p * rows + i] = src[i * ld + p], or src[p * ld + i] if not along_k.  It may
+       read `there` >= n rows, and write AMPI_GEMM_BEYOND words beyond the tile.  NULL: rows of A stay apart. */
+    void (*side_by_side)(float *dst, const float *src, int64_t ld, int along_k, int64_t k, int64_t n, int64_t there);
     int32_t edges;                      /* see ampi_gemm_tile */
     int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
@@ -9600,30 +9607,38 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
    C is cut into parts for the threads, by rows and by columns, but never by k.  So each sum is formed by one thread,
    block by block of k, and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
-       for each block of rows, for each block of k:    pack the rows of A into words
+       for each block of rows, for each block of k:    pack the rows of A into tiles
            for each group of panels of columns:        pack the panels of B, unless they are packed already, by
                                                        gemm_pack or (if keep_b) for the first block of rows
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write to C
 
    Packed operands consist of 32-bit words.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).
-   In this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
+   In this picture a block has four words of k, w0 to w3, a tile has 2 rows instead of 6 or 14 (vec->rows), and a panel
+   has 2 columns instead of 16 or 32 (vec->cols):
 
-       A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
-          row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
-          row 1   w0 w1 w2 w3                              w1: column 0, column 1  ... w3
-          row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
+       A  by tiles, and in a tile word by word       B  by panels, `stride` words apart; in a panel word by word
+          tile 0   w0: row 0, row 1                     panel 0   w0: column 0, column 1
+                   w1: row 0, row 1  ... w3                       w1: column 0, column 1  ... w3
+          tile 1   w0: row 2, -      ... w3             panel 1   w0: column 2, 0         ... w3   (0: no such column)
 
-   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Operands
-   that are not contiguous along k are woven into words while they are read (.weave of the kernel table).  A is then
-   transposed.
+   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Both are
+   read from their first word to their last.  The kernels for pairs of bf16 and those with vectors of 4 floats have A
+   by rows instead, `pitch` words apart.  Operands that are not contiguous along k are woven into words while they are
+   read (.weave of the kernel table).
 
-   A panel of B stays in the first-level cache while a band of A is read from the second-level cache.  Packing rounds to
-   the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that already consist
-   of words, they run on one thread, and their scratch memory is on the stack. */
+   The sizes, for fp32 with AVX2 and with AVX-512:
+       tile     6 x 16 and 14 x 32: as many sums as fit in the registers beside a word of A and a vector or two of B
+       block    256 and 512 words of k: a panel of B has 16 and 64 KiB.  Longer blocks read and write C less often
+       band     84 and 196 rows of A: 84 and 392 KiB, which stay in the second-level cache while panels of B pass
+       bands    8 and 3 per block of rows: B is packed again for each block, unless it is kept (AMPI_GEMM_KEPT)
+       group    8 panels of B, packed at a time, and then used for each band
+   A panel of AVX2 stays in the first-level cache while the tiles of a band are read.
+
+   Packing rounds to the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that
+   already consist of words, they run on one thread, and their scratch memory is on the stack. */
 
 enum {
-    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each block, or kept */
     AMPI_GEMM_KEPT = 1 << 19,           /* most words of B that are kept packed for the next block of rows */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
@@ -9741,6 +9756,25 @@ static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operan
     }
 }
 
+/* Packs the same rows into tiles, in which the words of one k lie side by side. */
+static void ampi_gemm_pack_tiles(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
+                                 int64_t i0, int64_t m, float *dst, float *scratch) {
+    int64_t pitch = ampi_gemm_pitch(k), i;
+    for (i = 0; i < m; i += vec->rows, dst += vec->rows * k) {
+        const void *src = ampi_gemm_at(x, k0, i0 + i);
+        int64_t n = AMPI_MIN(m - i, (int64_t)vec->rows);
+        if (ampi_gemm_is_words(vec, x, k)) {
+            (vec->side_by_side)(dst, (const float *)src, x->ld, x->along_k, k, n, m - i);
+        } else if (x->along_k) {
+            (vec->rows_of)(scratch, pitch, src, x->dtype, x->compute, x->ld, k, n);
+            (vec->side_by_side)(dst, scratch, pitch, 1, k, n, vec->cols);
+        } else {
+            (vec->weave)(scratch, 0, src, x->dtype, x->compute, x->ld, k, n);
+            (vec->side_by_side)(dst, scratch, vec->cols, 0, k, n, n);
+        }
+    }
+}
+
 /* ---- One call and its parts */
 
 typedef struct ampi_gemm_call {
@@ -9756,6 +9790,7 @@ typedef struct ampi_gemm_call {
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: in place, unpacked */
+    int tiled_a;                        /* 1: A is packed in tiles */
     int keep_b;                         /* 1: a part keeps its packed panels of B for its next blocks of rows */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
@@ -9772,7 +9807,8 @@ typedef struct ampi_gemm_step {
     int64_t k, words;                   /* k values and words of this block of k */
     int first, last;                    /* 1: the first block of k; 1: the last one */
     int reuse_b;                        /* 1: an earlier block of rows packed these panels, and they are kept */
-    const float *a; int64_t lda, step;
+    const float *a; int64_t lda, step;  /* words from row to row, and from k to k */
+    int64_t apart;                      /* words from tile to tile, per row of a tile */
     float *scratch;
 } ampi_gemm_step;
 
@@ -9833,8 +9869,8 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     ampi_gemm_bias(call, col, cols, bias);
     ampi_gemm_out_at(call, s, col, bias, &out);
     for (tile = 0; tile < tiles; tile++, from += rows) {
-        const float *a = s->a + from * s->lda, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
-        rows = (end - from) / (tiles - tile);
+        const float *a = s->a + from * s->apart, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
+        rows = call->tiled_a ? AMPI_MIN(end - from, (int64_t)vec->rows) : (end - from) / (tiles - tile);
         if (next != NULL) ampi_gemm_fetch(next, s->words * width, tile, tiles);
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
@@ -9905,10 +9941,18 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
             s->a = (const float *)ampi_gemm_at(&a, block * size, s->row);
             s->lda = a.along_k ? a.ld / call->vec->unit : 1;
             s->step = a.along_k ? 1 : a.ld;
+            s->apart = s->lda;
+        } else if (call->tiled_a) {
+            s->a = s->scratch + call->at_a;
+            s->lda = 1;
+            s->step = call->vec->rows;
+            s->apart = s->words;
+            ampi_gemm_pack_tiles(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a,
+                                 s->scratch + call->at_scratch);
         } else {
             s->step = 1;
             s->a = s->scratch + call->at_a;
-            s->lda = ampi_gemm_pitch(call->blocks.size);
+            s->lda = s->apart = ampi_gemm_pitch(call->blocks.size);
             ampi_gemm_pack_rows(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a, s->lda,
                                 s->scratch + call->at_scratch);
         }
@@ -10011,24 +10055,28 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m),
-            panels = (call->panels + call->cut_n - 1) / call->cut_n, group, kept;
+            panels = (call->panels + call->cut_n - 1) / call->cut_n, group, kept, tiles_of_block;
     int keep;
     call->past_cache = ampi_gemm_past_cache(call);
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
     keep = !call->sum_in_c && call->blocks.count > 1;
     call->band_rows = vec->band;
-    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
+    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : vec->bands));
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand.  Rows at multiples of 1 KiB share cache sets. */
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
+    call->tiled_a = !call->use_a && vec->side_by_side != NULL;
+    tiles_of_block = (call->block_rows + vec->rows - 1) / vec->rows;
     kept = call->block_panels * call->blocks.words * width;
     call->keep_b = call->packed_b == NULL && !call->use_b && rows > call->block_rows && kept <= AMPI_GEMM_KEPT;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
-    call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
+    call->at_b = call->at_a + (call->use_a    ? 0
+                               : call->tiled_a ? tiles_of_block * vec->rows * words + AMPI_GEMM_BEYOND
+                                               : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
     group = AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width;
     call->at_scratch = call->at_b + (call->packed_b != NULL ? 0 : call->keep_b ? kept : group);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
@@ -38185,6 +38233,9 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 #  define AMPI_GEMM_BLOCK 256
 #endif
 
+/* A vector is longer than a tile's column, so one store packs the words of a k. */
+#define AMPI_BESIDE (AMPI_W > AMPI_GEMM_ROWS)
+
 /* One word in all lanes.  It may be a pair of bf16, so its bits are copied. */
 static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
     float word;
@@ -38227,6 +38278,17 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
+/* The same, for a packed tile of A and a packed panel of B. */
+#define AMPI_TILE_BESIDE(i) \
+    x = AMPI_V(ampi_gemm_word)(a + i); \
+    sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
+    if (two) sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
+#define AMPI_TILE_SUM_BESIDE(r) \
+    AMPI_UNROLL_4 for (; chain > 0; chain--, b += 2 * AMPI_W, a += AMPI_GEMM_ROWS) { \
+        ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = two ? AMPI_V(ampi_load)(b + AMPI_W) : b0; \
+        AMPI_ROWS_##r(AMPI_TILE_BESIDE) \
+    }
+
 /* Adds a chain of products to the sums.  AMPI_TILE has this loop twice, for whole and for cut rows of b, so the loop
    itself does not test which they are. */
 #define AMPI_TILE_SUM(r) \
@@ -38247,11 +38309,13 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
         int joined = 0, cut = AMPI_PASS == 2 && tail < AMPI_W; \
-        (void)tail; \
+        int beside = AMPI_BESIDE && lda == 1 && step == AMPI_GEMM_ROWS && ldb == 2 * AMPI_W && tail == AMPI_W; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
             k -= chain; \
-            if (cut) AMPI_TILE_SUM(r) else AMPI_TILE_SUM(r) \
+            if (beside) AMPI_TILE_SUM_BESIDE(r) \
+            else if (cut) AMPI_TILE_SUM(r) \
+            else AMPI_TILE_SUM(r) \
             if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
             joined = 1; \
             if (k > 0) { AMPI_ROWS_##r(AMPI_TILE_PART) continue; } \
@@ -38406,6 +38470,23 @@ static void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, in
     for (r = quads < cols ? 0 : whole; r < rows; r++)
         for (c = r < whole ? quads : 0; c < cols; c++) memcpy(dst + c * ldd + r, src + r * lds + c, sizeof *dst);
 }
+
+#if AMPI_BESIDE
+/* The lanes of a vector beyond the tile's rows are overwritten by the next store. */
+static void AMPI_V(ampi_gemm_side_by_side)(float *dst, const float *src, int64_t ld, int along_k, int64_t k, int64_t n,
+                                           int64_t there) {
+    int64_t c = 0, r;
+    if (!along_k) {
+        for (; k > 0; k--, dst += AMPI_GEMM_ROWS, src += ld) AMPI_V(ampi_store)(dst, AMPI_V(ampi_load_tail)(src, n));
+        return;
+    }
+    if (there >= AMPI_W)
+        for (; c + 4 <= k; c += 4)
+            AMPI_V(ampi_transpose_strip)(dst + c * AMPI_GEMM_ROWS, AMPI_GEMM_ROWS, src + c, ld);
+    for (; c < k; c++)
+        for (r = 0; r < n; r++) memcpy(dst + c * AMPI_GEMM_ROWS + r, src + r * ld + c, sizeof *dst);
+}
+#endif
 
 /* ---- Writing results */
 
@@ -38651,7 +38732,11 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .unit = 1,
     .block = AMPI_GEMM_BLOCK,
     .band = 14 * AMPI_GEMM_ROWS,
+    .bands = AMPI_W == 16 ? 3 : 8,
     .spare = 0,
+#if AMPI_BESIDE
+    .side_by_side = AMPI_V(ampi_gemm_side_by_side),
+#endif
     .edges = AMPI_PASS > 1,
     .dot_rows = AMPI_DOT_ROWS,
     .multiply = AMPI_V(ampi_gemm_multiply),
@@ -38950,7 +39035,8 @@ static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv
                                                ampi_gemm_strip_bf16, ampi_gemm_outer_bf16};
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
-    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256,
+    .band = 14 * AMPI_GEMM_ROWS, .bands = 3, .spare = 0,
     .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
@@ -39049,7 +39135,8 @@ static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, 
 }
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
-    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15, .edges = 0, .dot_rows = AMPI_DOT_ROWS,
+    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .bands = 3, .spare = 15,
+    .edges = 0, .dot_rows = AMPI_DOT_ROWS,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),

@@ -4298,8 +4298,8 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch, int64_t
     return before + sum - x;
 }
 
-/* Each of counts becomes the sum of all counts before it.  Runs as one block.  A thread has eight counts at a time, which
-   it reads together. */
+/* Each of counts becomes the sum of all counts before it.  Runs as one block.  A thread has eight counts at a time,
+   which it reads together. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
     enum { U = 8, THREADS = 1024 };
