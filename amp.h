@@ -465,7 +465,8 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* Instruction sets of the CPU kernels, widest last.  From AVX512 on they differ in products of bf16 alone. */
+/* Instruction sets of the CPU kernels: those of x86, widest last, then those of arm64.  The paths from AVX512 to AMX
+   differ in products of bf16 alone, and so do NEON and NEON_BF16. */
 typedef enum amp_cpu_path {
     AMP_CPU_DEFAULT = 0,        /* the fastest of this CPU, by amp_machine.rates */
     AMP_CPU_SCALAR = 1,         /* C99 */
@@ -473,6 +474,8 @@ typedef enum amp_cpu_path {
     AMP_CPU_AVX512 = 3,         /* F, BW, DQ, VL */
     AMP_CPU_AVX512_BF16 = 4,    /* bf16 products; they read subnormal numbers as 0, as AMX does */
     AMP_CPU_AMX = 5,            /* AMX-BF16 for bf16 products, else AVX-512 */
+    AMP_CPU_NEON = 6,           /* every arm64 CPU: vectors of 128 bits, with FMA */
+    AMP_CPU_NEON_BF16 = 7,      /* FEAT_BF16 for bf16 products; they read subnormal numbers as 0 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
@@ -497,6 +500,7 @@ typedef struct amp_cpu_info {
     amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
     int32_t amx_bf16;           /* 1: the system lets this process use it */
+    int32_t neon, neon_bf16, neon_fp16, neon_fhm;   /* arm64: always, FEAT_BF16, FEAT_FP16, FEAT_FHM */
     int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
     int64_t memory;             /* bytes of RAM; 0 unknown */
 } amp_cpu_info;
@@ -2387,7 +2391,7 @@ typedef struct amp_device {
     char versions[96];          /* of the backend's compiler, driver and libraries */
 } amp_device;
 
-enum { AMP_CPU_PATHS = AMP_CPU_AMX + 1 };
+enum { AMP_CPU_PATHS = AMP_CPU_NEON_BF16 + 1 };
 /* How fast a CPU path multiplies matrices in a compute dtype, beside fp32 on the same path: 2 means twice as many
    products per second.  0: the CPU lacks the path, or the rate is not known. */
 typedef struct amp_rates { float tf32, fp16, bf16, fp8; } amp_rates;
@@ -5156,6 +5160,13 @@ enum { AMPI_HAS_FP8 = 1 };
 #    pragma GCC diagnostic ignored "-Wsign-conversion"          /* at -O0 intrinsics are macros */
 #  endif
 #endif
+#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__) && defined(__GNUC__) && \
+    !defined(AMP_NO_VECTOR)
+#  define AMPI_NEON 1
+#  include <arm_neon.h>
+#else
+#  define AMPI_NEON 0
+#endif
 #if AMPI_X86
 #  include <cpuid.h>
 #  include <immintrin.h>
@@ -7213,6 +7224,9 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     ampi_probe_system(cpu);
 #if AMPI_X86
     ampi_probe_x86(cpu);
+#elif AMPI_NEON
+    cpu->neon = 1;
+    cpu->path = AMP_CPU_NEON;
 #endif
     if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
     if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
@@ -7234,9 +7248,9 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 }
 
 /* ---- Vector kernels.  They are at the end of this file, which sections 2 and 6 include with their number in
-   AMPI_KERNELS.  There it includes itself once for each instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
-   name_avx512, and a vector has AMPI_W floats.  The loops that call the kernels, and everything with threads, are
-   ordinary code. */
+   AMPI_KERNELS.  There it includes itself once for each instruction set, whose number is AMPI_PASS: 1 for C99, 2 for
+   AVX2, 3 for AVX-512, 4 for NEON.  AMPI_V(name) is name_scalar, name_avx2, name_avx512 or name_neon, and a vector has
+   AMPI_W floats.  The loops that call the kernels, and everything with threads, are ordinary code. */
 
 #if defined(__NVCC__)               /* nvcc does not know the pragma */
 #  define AMPI_UNROLL
@@ -7251,6 +7265,8 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 #if AMPI_X86
 #define AMPI_PICK(table, path) \
     ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
+#elif AMPI_NEON
+#  define AMPI_PICK(table, path) ((path) >= AMP_CPU_NEON ? &table##_neon : &table##_scalar)
 #else
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
@@ -7850,6 +7866,8 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
         case AMP_CPU_AVX512: return cpu->avx512;
         case AMP_CPU_AVX512_BF16: return AMPI_GEMM_BF16 && cpu->avx512_bf16;
         case AMP_CPU_AMX: return cpu->amx_bf16;
+        case AMP_CPU_NEON: return cpu->neon;
+        case AMP_CPU_NEON_BF16: return cpu->neon_bf16;
         default: return 0;
     }
 }
@@ -7869,10 +7887,11 @@ static void ampi_rates_fill(amp_machine *m) {
     if (ampi_cpu_has(&m->cpu, AMP_CPU_AMX)) m->rates[AMP_CPU_AMX].bf16 = tiles;
 }
 
-/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two
-   equally fast paths it is the one with the lower number. */
+/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and AMX share, and NEON
+   and NEON BF16.  Of two equally fast paths it is the one with the lower number. */
 static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
-    amp_cpu_path best = m->cpu.avx512 ? AMP_CPU_AVX512 : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+    amp_cpu_path best = m->cpu.neon ? AMP_CPU_NEON : m->cpu.avx512 ? AMP_CPU_AVX512
+                      : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
     int path;
     for (path = AMP_CPU_AVX512_BF16; path < AMP_CPU_PATHS; path++)
         if (m->rates[path].bf16 > m->rates[best].bf16) best = (amp_cpu_path)path;
@@ -7882,7 +7901,8 @@ static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
 /* ---- Rates as text: "path dtype rate, path dtype rate" */
 
 typedef struct ampi_rate { int path; amp_dtype dtype; float rate; } ampi_rate;
-static const char *const ampi_path_words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+static const char *const ampi_path_words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon",
+                                                            "neon_bf16"};
 
 static float *ampi_rate_at(amp_rates *r, amp_dtype dtype) {
     return dtype == AMP_TF32 ? &r->tf32 : dtype == AMP_F16 ? &r->fp16 : dtype == AMP_BF16 ? &r->bf16 : &r->fp8;
@@ -7952,11 +7972,16 @@ static float ampi_rate_of(const amp_machine *m, amp_dtype dtype) {
     return dtype == AMP_F32 ? 1 : *ampi_rate_at(&rates, dtype);
 }
 
+/* Whether a path multiplies bf16 by instructions for it. */
+static int ampi_path_has_bf16(amp_cpu_path path) {
+    return path == AMP_CPU_AVX512_BF16 || path == AMP_CPU_AMX || path == AMP_CPU_NEON_BF16;
+}
+
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
     snprintf(out->kind, sizeof out->kind, "cpu");
-    out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
+    out->bf16 = ampi_path_has_bf16(cpu->path);
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
     snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s", __VERSION__);
@@ -7980,6 +8005,8 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
         case AMP_CPU_AVX512: return "AVX-512";
         case AMP_CPU_AVX512_BF16: return "AVX-512 BF16";
         case AMP_CPU_AMX: return "AMX and AVX-512";
+        case AMP_CPU_NEON: return "NEON";
+        case AMP_CPU_NEON_BF16: return "NEON BF16";
         default: return "best";
     }
 }
@@ -14121,7 +14148,7 @@ static const ampi_field ampi_desc_fields[] = {
     AMPI_ENUM(level, AMP_LEVEL_O1, AMP_LEVEL_O3),
     AMPI_ENUM(policy, AMP_POLICY_FUSED, AMP_POLICY_TORCH),
     AMPI_ENUM(mode, AMP_MODE_TRAINING, AMP_MODE_INFERENCE),
-    AMPI_ENUM(cpu_path, 0, AMP_CPU_AMX),
+    AMPI_ENUM(cpu_path, 0, AMP_CPU_NEON_BF16),
     AMPI_ENUM(autotune, AMP_AUTOTUNE_OFF, AMP_AUTOTUNE_ON),
     AMPI_ENUM(cast_inputs, AMP_IO_NONE, AMP_IO_F32),
     AMPI_ENUM(cast_outputs, AMP_IO_NONE, AMP_IO_F32),
@@ -23503,7 +23530,8 @@ static int ampi_path_adopt(amp_context *amp, int path) {
 /* 1: the table SAME BITS says that the paths agree for products in the context's dtype. */
 static int ampi_paths_agree(const amp_context *amp, int a, int b) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
-    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
+    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && (a >= AMP_CPU_NEON) == (b >= AMP_CPU_NEON) &&
+                      dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
 /* Checks that this rank has not changed which gradients count between the check and the step, since all ranks agreed on
@@ -37242,6 +37270,16 @@ AMPI_O1_END
 #  pragma pop_macro("function")
 #endif
 #endif
+
+#if AMPI_NEON
+#define AMPI_PASS 4
+#define AMPI_SUFFIX _neon
+#define AMPI_W 4
+#include "amp.h"
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+#endif
 #elif defined(AMPI_PASS)
 #if AMPI_KERNELS == 2
 /* ==== 2 >>numbers: vector kernels ==== */
@@ -37275,6 +37313,14 @@ static inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_maskload_ps((const float *)p, AMPI_V(ampi_lane_mask)(n));
+#elif AMPI_PASS == 4
+    const float *from = (const float *)p;
+    float32x4_t v = vdupq_n_f32(0.0f);
+    if (n >= 4) return AMPI_V(ampi_load)(from);
+    if (n >= 2) v = vcombine_f32(vld1_f32(from), vget_low_f32(v));
+    if (n == 1) v = vld1q_lane_f32(from, v, 0);
+    else if (n == 3) v = vld1q_lane_f32(from + 2, v, 2);
+    return (ampi_vf)v;
 #else
     ampi_vf v = {0.0f};
     memcpy(&v, p, (size_t)n * sizeof(float));
@@ -37286,6 +37332,12 @@ static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
 #elif AMPI_PASS == 2
     _mm256_maskstore_ps((float *)p, AMPI_V(ampi_lane_mask)(n), (__m256)v);
+#elif AMPI_PASS == 4
+    float *to = (float *)p;
+    if (n >= 4) AMPI_V(ampi_store)(to, v);
+    else if (n >= 2) vst1_f32(to, vget_low_f32((float32x4_t)v));
+    if (n == 1) vst1q_lane_f32(to, (float32x4_t)v, 0);
+    else if (n == 3) vst1q_lane_f32(to + 2, (float32x4_t)v, 2);
 #else
     memcpy(p, &v, (size_t)n * sizeof(float));
 #endif
@@ -37297,6 +37349,8 @@ static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no)
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vbslq_f32((uint32x4_t)mask, (float32x4_t)yes, (float32x4_t)no);
 #else
     return (ampi_vf)((mask & (ampi_vi)yes) | (~mask & (ampi_vi)no));
 #endif
@@ -37417,9 +37471,15 @@ static inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm_loadu_si128((const __m128i *)(const void *)((const char *)p + 2 * i)));
 }
-#endif
-
-#if AMPI_PASS < 2
+#elif AMPI_PASS == 4
+static inline uint16x4_t AMPI_V(ampi_f16_narrow)(ampi_vf v) {
+    return vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v));
+}
+static inline ampi_vf AMPI_V(ampi_f16_widen)(uint16x4_t v) { return (ampi_vf)vcvt_f32_f16(vreinterpret_f16_u16(v)); }
+static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+    return AMPI_V(ampi_f16_widen)(vreinterpret_u16_u8(vld1_u8((const uint8_t *)p + 2 * i)));
+}
+#else
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     ampi_vf v;
     int j;
@@ -37523,6 +37583,10 @@ static void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i),
                          AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i)));
+#elif AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4)
+        vst1_u8((uint8_t *)dst + 2 * i,
+                vreinterpret_u8_u16(AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i))));
 #endif
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
@@ -37558,6 +37622,8 @@ static inline __m128 AMPI_V(ampi_odd)(const double *src) {
     return _mm_castsi128_ps(
         _mm_or_si128(y, _mm_srli_epi32(AMPI_V(ampi_halves)(_mm256_cmp_pd(back, x, _CMP_NEQ_UQ)), 31)));
 }
+#elif AMPI_PASS == 4
+static inline float32x2_t AMPI_V(ampi_odd)(const double *src) { return vcvtx_f32_f64(vld1q_f64(src)); }
 #endif
 
 static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n) {
@@ -37566,6 +37632,8 @@ static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4) _mm_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1_f32((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
 #endif
     for (; i < n; i++) {
         uint64_t x = ampi_get64(src, i), magnitude = x & ~(uint64_t)0 >> 1;
@@ -37586,6 +37654,8 @@ static void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4)
         _mm_storeu_ps((float *)dst + i, _mm256_cvtpd_ps(_mm256_loadu_pd((const double *)src + i)));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1_f32((float *)dst + i, vcvt_f32_f64(vld1q_f64((const double *)src + i)));
 #endif
     for (; i < n; i++) ampi_put32(dst, i, ampi_to_f32(ampi_get64(src, i), 0));
 }
@@ -37598,6 +37668,8 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4)
         _mm256_storeu_pd((double *)dst + i, _mm256_cvtps_pd(_mm_loadu_ps((const float *)src + i)));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1q_f64((double *)dst + i, vcvt_f64_f32(vld1_f32((const float *)src + i)));
 #endif
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
@@ -37835,22 +37907,27 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 /* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane */
 
 #if AMPI_PASS >= 2
-#if AMPI_PASS == 3
-#  define AMPI_M(name) _mm512_##name
-#  define ampi_mi __m512i
-#else
-#  define AMPI_M(name) _mm256_##name
-#  define ampi_mi __m256i
-#endif
-
 /* The low and the high 32 bits of the products x m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
+#if AMPI_PASS == 4
+    uint32x4_t a = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32((uint32x4_t)x), m));
+    uint32x4_t b = vreinterpretq_u32_u64(vmull_high_n_u32((uint32x4_t)x, m));
+    *low = (ampi_vu)vuzp1q_u32(a, b);
+    *high = (ampi_vu)vuzp2q_u32(a, b);
+#else
     typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
-    ampi_mi factor = AMPI_M(set1_epi32)((int)m);
-    wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
-    wide odd = (wide)AMPI_M(mul_epu32)((ampi_mi)((wide)x >> 32), factor);
+#if AMPI_PASS == 3
+    __m512i factor = _mm512_set1_epi32((int)m);
+    wide even = (wide)_mm512_mul_epu32((__m512i)x, factor);
+    wide odd = (wide)_mm512_mul_epu32((__m512i)((wide)x >> 32), factor);
+#else
+    __m256i factor = _mm256_set1_epi32((int)m);
+    wide even = (wide)_mm256_mul_epu32((__m256i)x, factor);
+    wide odd = (wide)_mm256_mul_epu32((__m256i)((wide)x >> 32), factor);
+#endif
     *low = (ampi_vu)((even & 0xffffffffu) | odd << 32);
     *high = (ampi_vu)(even >> 32 | (odd & 0xffffffff00000000u));
+#endif
 }
 
 /* Writes AMPI_W blocks, from `block` on, to out[0..4W).  The low word of their numbers must not wrap.  After the
@@ -37882,8 +37959,6 @@ static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     AMPI_V(ampi_store32)(out, 2 * AMPI_W, (ampi_vu)words.c);
     AMPI_V(ampi_store32)(out, 3 * AMPI_W, (ampi_vu)words.d);
 }
-#undef AMPI_M
-#undef ampi_mi
 #endif
 
 static void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index) {
@@ -37964,6 +38039,8 @@ static inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
     return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_select)((ampi_vi)(a > b), a, b);
 #endif
@@ -37973,6 +38050,8 @@ static inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
     return (ampi_vf)_mm512_min_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vminnmq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_select)((ampi_vi)(a < b), a, b);
 #endif
@@ -37984,6 +38063,8 @@ static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
     return (ampi_vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_keep)(a * b) + c;
 #endif
@@ -38000,6 +38081,9 @@ static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("divps %1, %0" : "+x"(a) : "x"(b));
     return a;
+#elif AMPI_PASS == 4
+    __asm__("fdiv %0.4s, %0.4s, %1.4s" : "+w"(a) : "w"(b));
+    return a;
 #else
     return a / b;
 #endif
@@ -38011,6 +38095,8 @@ static inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
     __asm__("vsqrtps %0, %0" : "+x"(a));
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("sqrtps %0, %0" : "+x"(a));
+#elif AMPI_PASS == 4
+    __asm__("fsqrt %0.4s, %0.4s" : "+w"(a));
 #else
     int i;
     for (i = 0; i < AMPI_W; i++) a[i] = sqrtf(a[i]);
@@ -38024,6 +38110,8 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
     return (ampi_vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vrndnq_f32((float32x4_t)x);
 #else
     ampi_vf half = (ampi_vf)(((ampi_vi)x & INT32_MIN) | (ampi_vi)AMPI_V(ampi_splat)(0.5f));
     return __builtin_convertvector(__builtin_convertvector(x + half, ampi_vi), ampi_vf);
@@ -38033,7 +38121,9 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 /* The sum and the largest of all lanes.  Lane i is combined with lane i + W/2, then the halves of the result likewise,
    down to one lane. */
 static inline float AMPI_V(ampi_sum)(ampi_vf v) {
-#if AMPI_PASS >= 2
+#if AMPI_PASS == 4
+    return vpadds_f32(vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v)));
+#elif AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -38048,7 +38138,9 @@ static inline float AMPI_V(ampi_sum)(ampi_vf v) {
 #endif
 }
 static inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
-#if AMPI_PASS >= 2
+#if AMPI_PASS == 4
+    return vmaxnmvq_f32((float32x4_t)v);
+#elif AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
     __m256 h = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -38074,12 +38166,16 @@ static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) 
 }
 
 /* x clamped to [low, high].  NaN stays NaN.  The instructions for min and max ensure that only for their second
-   operand. */
+   operand on x86, and for both on arm64. */
 static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vmaxps %1, %2, %0" : "=v"(a) : "v"(x), "v"(a));
     __asm__("vminps %1, %2, %0" : "=v"(b) : "v"(a), "v"(b));
+    return b;
+#elif AMPI_PASS == 4
+    __asm__("fmax %0.4s, %1.4s, %2.4s" : "=w"(a) : "w"(x), "w"(a));
+    __asm__("fmin %0.4s, %1.4s, %2.4s" : "=w"(b) : "w"(a), "w"(b));
     return b;
 #else
     ampi_vi nan = AMPI_V(ampi_is_nan)(x);
@@ -38180,6 +38276,9 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
 #  define AMPI_GEMM_BLOCK 512
+#elif AMPI_PASS == 4
+#  define AMPI_GEMM_ROWS 8              /* 16 of 32 registers; 8 have words of the rows of a */
+#  define AMPI_GEMM_BLOCK 256
 #else
 #  define AMPI_GEMM_ROWS 6              /* 12 of 16 registers */
 #  define AMPI_GEMM_BLOCK 256
@@ -38195,7 +38294,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #if AMPI_PASS == 1
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
-#elif AMPI_PASS == 2                    /* masked loads and stores are slow in AVX2 */
+#elif AMPI_PASS == 2 || AMPI_PASS == 4 /* masked loads and stores are slow in AVX2, and NEON has none */
 #  define AMPI_TILE_LOAD(p) (cut ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
 #  define AMPI_TILE_WRITE(p, v) \
     do { \
@@ -38227,9 +38326,34 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
+/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.  gcc
+   replaces the intrinsic by four loads of one word, and so the instruction is written out. */
+#if AMPI_PASS == 4
+#define AMPI_TILE_BY_LANE(x, lane, b, sum) \
+    __asm__(AMPI_TILE_INSTRUCTION : "+w"(sum) : "w"(b), "w"(x), "i"(lane))
+#define AMPI_TILE_WORDS(i) ampi_vf x##i = AMPI_V(ampi_load)(at[i / 3] + i % 3 * lda);
+#define AMPI_TILE_LANE(i) \
+    AMPI_TILE_BY_LANE(x##i, lane, b0, sum##i##_0); \
+    if (two) AMPI_TILE_BY_LANE(x##i, lane, b1, sum##i##_1);
+#define AMPI_TILE_QUARTER(r, n) { \
+        enum { lane = n }; \
+        ampi_vf b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
+        AMPI_ROWS_##r(AMPI_TILE_LANE) \
+        b += ldb; \
+    }
+#define AMPI_TILE_FOURS(r) \
+    for (; step == 1 && chain >= 4; chain -= 4, at[0] += 4, at[1] += 4, at[2] += 4) { \
+        AMPI_ROWS_##r(AMPI_TILE_WORDS) \
+        AMPI_TILE_QUARTER(r, 0) AMPI_TILE_QUARTER(r, 1) AMPI_TILE_QUARTER(r, 2) AMPI_TILE_QUARTER(r, 3) \
+    }
+#else
+#  define AMPI_TILE_FOURS(r)
+#endif
+
 /* Adds a chain of products to the sums.  AMPI_TILE has this loop twice, for whole and for cut rows of b, so the loop
    itself does not test which they are. */
 #define AMPI_TILE_SUM(r) \
+    AMPI_TILE_FOURS(r) \
     for (; chain > 0; \
          chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
         ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
@@ -38246,12 +38370,12 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
-        int joined = 0, cut = AMPI_PASS == 2 && tail < AMPI_W; \
+        int joined = 0, cut = (AMPI_PASS == 2 || AMPI_PASS == 4) && tail < AMPI_W; \
         (void)tail; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
             k -= chain; \
-            if (cut) AMPI_TILE_SUM(r) else AMPI_TILE_SUM(r) \
+            if (cut) { AMPI_TILE_SUM(r) } else { AMPI_TILE_SUM(r) } \
             if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
             joined = 1; \
             if (k > 0) { AMPI_ROWS_##r(AMPI_TILE_PART) continue; } \
@@ -38262,17 +38386,21 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #define AMPI_TILES_6(name, v) \
     AMPI_TILE(name, 1, v) AMPI_TILE(name, 2, v) AMPI_TILE(name, 3, v) \
     AMPI_TILE(name, 4, v) AMPI_TILE(name, 5, v) AMPI_TILE(name, 6, v)
-#define AMPI_TILES_14(name, v) AMPI_TILES_6(name, v) \
-    AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v) AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) \
-    AMPI_TILE(name, 11, v) AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
+#define AMPI_TILES_8(name, v) AMPI_TILES_6(name, v) AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v)
+#define AMPI_TILES_14(name, v) AMPI_TILES_8(name, v) \
+    AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) AMPI_TILE(name, 11, v) \
+    AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
 #define AMPI_TILE_NAMES_6(name) \
     AMPI_V(name##1), AMPI_V(name##2), AMPI_V(name##3), AMPI_V(name##4), AMPI_V(name##5), AMPI_V(name##6)
-#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_6(name), \
-    AMPI_V(name##7), AMPI_V(name##8), AMPI_V(name##9), AMPI_V(name##10), \
-    AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
-#if AMPI_W == 16
+#define AMPI_TILE_NAMES_8(name) AMPI_TILE_NAMES_6(name), AMPI_V(name##7), AMPI_V(name##8)
+#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_8(name), \
+    AMPI_V(name##9), AMPI_V(name##10), AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
+#if AMPI_GEMM_ROWS == 14
 #  define AMPI_TILES AMPI_TILES_14
 #  define AMPI_TILE_NAMES AMPI_TILE_NAMES_14
+#elif AMPI_GEMM_ROWS == 8
+#  define AMPI_TILES AMPI_TILES_8
+#  define AMPI_TILE_NAMES AMPI_TILE_NAMES_8
 #else
 #  define AMPI_TILES AMPI_TILES_6
 #  define AMPI_TILE_NAMES AMPI_TILE_NAMES_6
@@ -38280,11 +38408,13 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 
 #define AMPI_TILE_TARGET
 #define AMPI_TILE_PRODUCT AMPI_V(ampi_fma)
+#define AMPI_TILE_INSTRUCTION "fmla %0.4s, %1.4s, %2.s[%c3]"
 #define AMPI_TILE_CHAIN 192
 AMPI_TILES(ampi_tile_, 1)
 AMPI_TILES(ampi_tile_, 2)
 #undef AMPI_TILE_TARGET
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_INSTRUCTION
 #undef AMPI_TILE_CHAIN
 
 static void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
@@ -38524,7 +38654,7 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
 
 /* ---- Rows times rows, both contiguous along k.  Each lane has a part of a sum.  The lanes are added at the end. */
 
-#if AMPI_W == 16
+#if AMPI_PASS >= 3
 #  define AMPI_DOT_ROWS 6               /* 24 sums and their operands, in 32 registers */
 #else
 #  define AMPI_DOT_ROWS 2               /* 8 sums, in 16 registers */
@@ -39069,6 +39199,11 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
+#undef AMPI_TILE_WORDS
+#undef AMPI_TILE_BY_LANE
+#undef AMPI_TILE_LANE
+#undef AMPI_TILE_QUARTER
+#undef AMPI_TILE_FOURS
 #undef AMPI_TILE_ADD
 #undef AMPI_TILE_JOIN
 #undef AMPI_TILE_PART
@@ -39117,7 +39252,7 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
 
 /* Computes as many rows from r on as the registers can hold, 8 with 32 registers and 4 with 16.  Where there are fewer
    rows, the first takes the place of the others, whose results are not stored. */
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
 #  define AMPI_PRODUCT_ROWS 8
 #else
 #  define AMPI_PRODUCT_ROWS 4
@@ -39127,7 +39262,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
     const float *b = p->b + x, *a0 = p->a + r * p->a_row;
     const float *a1 = n > 1 ? a0 + p->a_row : a0, *a2 = n > 2 ? a1 + p->a_row : a0, *a3 = n > 3 ? a2 + p->a_row : a0;
     AMPI_V(ampi_two) c0 = {{0.0f}, {0.0f}}, c1 = c0, c2 = c0, c3 = c0;
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
     const float *a4 = n > 4 ? a3 + p->a_row : a0, *a5 = n > 5 ? a4 + p->a_row : a0, *a6 = n > 6 ? a5 + p->a_row : a0;
     const float *a7 = n > 7 ? a6 + p->a_row : a0;
     AMPI_V(ampi_two) c4 = c0, c5 = c0, c6 = c0, c7 = c0;
@@ -39138,7 +39273,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
         c1 = AMPI_V(ampi_two_fma)(a1 + i, v, c1);
         c2 = AMPI_V(ampi_two_fma)(a2 + i, v, c2);
         c3 = AMPI_V(ampi_two_fma)(a3 + i, v, c3);
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
         c4 = AMPI_V(ampi_two_fma)(a4 + i, v, c4);
         c5 = AMPI_V(ampi_two_fma)(a5 + i, v, c5);
         c6 = AMPI_V(ampi_two_fma)(a6 + i, v, c6);
@@ -39149,7 +39284,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
     if (n > 1) AMPI_V(ampi_product_store)(p, r + 1, x, c1);
     if (n > 2) AMPI_V(ampi_product_store)(p, r + 2, x, c2);
     if (n > 3) AMPI_V(ampi_product_store)(p, r + 3, x, c3);
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
     if (n > 4) AMPI_V(ampi_product_store)(p, r + 4, x, c4);
     if (n > 5) AMPI_V(ampi_product_store)(p, r + 5, x, c5);
     if (n > 6) AMPI_V(ampi_product_store)(p, r + 6, x, c6);
