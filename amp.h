@@ -494,8 +494,9 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
 typedef struct amp_cpu_info {
     char name[64];
-    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; "" unknown */
-    int32_t family, model, stepping;    /* CPUID's, 0 unknown */
+    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; on arm64 "Arm", "Apple"; "" unknown */
+    /* CPUID's; on arm64 the implementer, the part, and 16 times the variant plus the revision; 0 unknown */
+    int32_t family, model, stepping;
     int32_t cores;              /* that this process may use, within its CPU quota */
     amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
@@ -5126,6 +5127,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 #  include <sys/sysctl.h>
 #endif
 #if defined(__linux__)
+#  include <sys/auxv.h>
 #  include <sys/syscall.h>
 #  if !defined(__cplusplus)
 extern long syscall(long number, ...);      /* unistd.h declares it only where more than POSIX is asked for */
@@ -5171,14 +5173,14 @@ enum { AMPI_HAS_FP8 = 1 };
 #  include <cpuid.h>
 #  include <immintrin.h>
 #endif
-/* vdpbf16ps needs a compiler that knows it. */
-#if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
+/* vdpbf16ps and arm64's bfdot need a compiler that knows them. */
+#if (AMPI_X86 || AMPI_NEON) && (defined(__clang__) || __GNUC__ >= 10)
 #  define AMPI_GEMM_BF16 1
 #else
 #  define AMPI_GEMM_BF16 0
 #endif
 /* AMX also needs a system that lets a process ask for it. */
-#if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if AMPI_X86 && AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #  define AMPI_GEMM_AMX 1
 #else
 #  define AMPI_GEMM_AMX 0
@@ -7216,6 +7218,38 @@ static AMPI_COLD void ampi_probe_system(amp_cpu_info *cpu) {
 }
 #endif
 
+#if AMPI_NEON
+/* Finds the extensions of arm64.  Linux says which of them there are by the bits of its HWCAPs, and with bit 11 lets a
+   process read the register that identifies the core: implementer, variant, part and revision.  Windows has no name for
+   FEAT_FHM. */
+static AMPI_COLD void ampi_probe_arm(amp_cpu_info *cpu) {
+    cpu->neon = 1;
+    cpu->path = AMP_CPU_NEON;
+#if defined(__linux__)
+    {
+        unsigned long has = getauxval(16), more = getauxval(26);        /* AT_HWCAP, AT_HWCAP2 */
+        uint64_t core = 0;
+        cpu->neon_fp16 = has >> 10 & 1;
+        cpu->neon_fhm = has >> 23 & 1;
+        cpu->neon_bf16 = more >> 14 & 1;
+        if (has >> 11 & 1) __asm__("mrs %0, midr_el1" : "=r"(core));
+        cpu->family = (int32_t)(core >> 24 & 0xff);
+        cpu->model = (int32_t)(core >> 4 & 0xfff);
+        cpu->stepping = (int32_t)((core >> 16 & 0xf0) | (core & 15));
+    }
+#elif defined(__APPLE__)
+    cpu->neon_fp16 = ampi_sysctl("hw.optional.arm.FEAT_FP16", NULL) > 0;
+    cpu->neon_fhm = ampi_sysctl("hw.optional.arm.FEAT_FHM", NULL) > 0;
+    cpu->neon_bf16 = ampi_sysctl("hw.optional.arm.FEAT_BF16", NULL) > 0;
+    cpu->family = 0x61;
+#elif defined(_WIN32)
+    cpu->neon_fp16 = IsProcessorFeaturePresent(67) != 0;        /* PF_ARM_V82_FP16_INSTRUCTIONS_AVAILABLE */
+    cpu->neon_bf16 = IsProcessorFeaturePresent(68) != 0;        /* PF_ARM_V86_BF16_INSTRUCTIONS_AVAILABLE */
+#endif
+    snprintf(cpu->vendor, sizeof cpu->vendor, "%s", cpu->family == 0x41 ? "Arm" : cpu->family == 0x61 ? "Apple" : "");
+}
+#endif
+
 static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
     memset(cpu, 0, sizeof *cpu);
@@ -7225,8 +7259,7 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
 #if AMPI_X86
     ampi_probe_x86(cpu);
 #elif AMPI_NEON
-    cpu->neon = 1;
-    cpu->path = AMP_CPU_NEON;
+    ampi_probe_arm(cpu);
 #endif
     if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
     if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
@@ -7789,21 +7822,25 @@ AMPI_O1_BEGIN
 
 /* ---- Rates: how fast products are in each dtype, relative to fp32.  Operands of a dtype for which the CPU has no fast
    instruction are rounded or widened while they are packed, and the kernel of fp32 multiplies them.  Only two rates
-   therefore depend on the CPU: that of vdpbf16ps, and that of the tiles of AMX.
+   therefore depend on the CPU: that of vdpbf16ps or bfdot, and that of the tiles of AMX.
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
    (cpu-intel-xeon-2026-11-21.json, 1024^3).  The kernel of fp32 on 16-bit operands had 0.90 to 1.11 on a Zen 3,
    depending on the shape, in bf16 and fp16 (rates-amd-epyc-2026-11-27.json).
-   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5. */
+   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5.
+   Nor was any core of arm64.  Arm's software optimization guides for the Neoverse V1, N2 and V2 give bfdot the
+   throughput of fmla with twice its multiplications; the table assumes half of that gain too.  Apple publishes no
+   throughputs, and so its cores have the numbers of unknown ones.  fmlal, which multiplies fp16, does as many
+   multiplications as fmla, and so fp16 is widened while it is packed. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
     int32_t family, first, last;        /* models */
     int32_t step;                       /* the first stepping */
-    float dot, tiles;                   /* rates of vdpbf16ps and AMX; 0: these cores lack the instruction */
+    float dot, tiles;                   /* rates of vdpbf16ps or bfdot, and AMX; 0: these cores lack it */
 } ampi_cpu_kind;
-/* The models are from Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches
-   is used. */
+/* The models are from Linux arch/x86/include/asm/intel-family.h, AMD's revision guides, and Linux
+   arch/arm64/include/asm/cputype.h.  The last row that matches is used. */
 static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"AuthenticAMD", "Zen or Zen 2", 0x17, 0x00, 0xff, 0, 0, 0},
     {"AuthenticAMD", "Zen 3", 0x19, 0x00, 0x5f, 0, 0, 0},
@@ -7841,7 +7878,14 @@ static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"GenuineIntel", "Meteor Lake (hybrid)", 6, 0xaa, 0xaa, 0, 0, 0},
     {"GenuineIntel", "Arrow Lake (hybrid)", 6, 0xc5, 0xc6, 0, 0, 0},
     {"GenuineIntel", "Lunar Lake (hybrid)", 6, 0xbd, 0xbd, 0, 0, 0},
-    {"GenuineIntel", "Sierra Forest", 6, 0xaf, 0xaf, 0, 0, 0}
+    {"GenuineIntel", "Sierra Forest", 6, 0xaf, 0xaf, 0, 0, 0},
+    {"Arm", "Neoverse N1", 0x41, 0xd0c, 0xd0c, 0, 0, 0},
+    {"Arm", "Neoverse V1", 0x41, 0xd40, 0xd40, 0, 1.5f, 0},
+    {"Arm", "Neoverse N2", 0x41, 0xd49, 0xd49, 0, 1.5f, 0},
+    {"Arm", "Neoverse V2", 0x41, 0xd4f, 0xd4f, 0, 1.5f, 0},
+    {"Apple", "Apple", 0x61, 0, 0xfff, 0, 0, 0},
+    {"Apple", "Apple M1", 0x61, 0x22, 0x29, 0, 0, 0},
+    {"Apple", "Apple M2", 0x61, 0x32, 0x39, 0, 0, 0}
 };
 enum { AMPI_CPU_KINDS = (int)(sizeof ampi_cpu_kinds / sizeof *ampi_cpu_kinds) };
 
@@ -7867,13 +7911,13 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
         case AMP_CPU_AVX512_BF16: return AMPI_GEMM_BF16 && cpu->avx512_bf16;
         case AMP_CPU_AMX: return cpu->amx_bf16;
         case AMP_CPU_NEON: return cpu->neon;
-        case AMP_CPU_NEON_BF16: return cpu->neon_bf16;
+        case AMP_CPU_NEON_BF16: return AMPI_GEMM_BF16 && cpu->neon_bf16;
         default: return 0;
     }
 }
 
 /* Fills in the rates.  For cores without a row: tiles are far faster than fp32 on every CPU that has them.  For
-   vdpbf16ps that is not known, so its rate is set below 1 and the kernel of fp32 is used. */
+   vdpbf16ps and bfdot that is not known, so their rate is set below 1 and the kernel of fp32 is used. */
 static void ampi_rates_fill(amp_machine *m) {
     static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f};
     static const amp_rates none = {0, 0, 0, 0};
@@ -7884,6 +7928,7 @@ static void ampi_rates_fill(amp_machine *m) {
     for (path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
         m->rates[path] = !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) ? none : path == AMP_CPU_SCALAR ? scalar : fma;
     if (ampi_cpu_has(&m->cpu, AMP_CPU_AVX512_BF16)) m->rates[AMP_CPU_AVX512_BF16].bf16 = dot;
+    if (ampi_cpu_has(&m->cpu, AMP_CPU_NEON_BF16)) m->rates[AMP_CPU_NEON_BF16].bf16 = dot;
     if (ampi_cpu_has(&m->cpu, AMP_CPU_AMX)) m->rates[AMP_CPU_AMX].bf16 = tiles;
 }
 
@@ -8030,9 +8075,14 @@ static AMPI_COLD void ampi_print_machine(ampi_sheet *s, const amp_machine *machi
     ampi_print(s, "CPU      %s, %d cores, %.1f GiB\n", c->name, c->cores, (double)c->memory / 1073741824.0);
     ampi_print(s, "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n", (long long)(c->l1d / 1024),
                (long long)(c->l2 / 1024), (long long)(c->l3 / 1024));
-    ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
-               ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16),
-               ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
+    if (c->neon)
+        ampi_print(s, "         neon yes, neon_bf16 %s, neon_fp16 %s, neon_fhm %s; kernels use %s\n",
+                   ampi_yes_no(c->neon_bf16), ampi_yes_no(c->neon_fp16), ampi_yes_no(c->neon_fhm),
+                   ampi_cpu_path_name(c->path));
+    else
+        ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
+                   ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16),
+                   ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
     ampi_print_rates(s, machine);
     ampi_print(s, "device   %s%s%s", d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name);
     if (d->cc_major > 0)
@@ -9683,7 +9733,8 @@ static const ampi_gemm_vec *ampi_gemm_pick(const ampi_cpu *cpu, amp_dtype comput
     if (cpu->path == AMP_CPU_AMX && compute == AMP_BF16) return &ampi_gemm_kernels_amx;
 #endif
 #if AMPI_GEMM_BF16
-    if (cpu->path == AMP_CPU_AVX512_BF16 && compute == AMP_BF16) return &ampi_gemm_kernels_bf16;
+    if (cpu->path == (AMPI_NEON ? AMP_CPU_NEON_BF16 : AMP_CPU_AVX512_BF16) && compute == AMP_BF16)
+        return &ampi_gemm_kernels_bf16;
 #endif
     (void)compute;
     return AMPI_PICK(ampi_gemm_kernels, cpu->path);
@@ -31938,6 +31989,10 @@ static void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
     ampi_json_flag(s, "avx512_bf16", c->avx512_bf16);
     ampi_json_flag(s, "avx512_fp16", c->avx512_fp16);
     ampi_json_flag(s, "amx_bf16", c->amx_bf16);
+    ampi_json_flag(s, "neon", c->neon);
+    ampi_json_flag(s, "neon_bf16", c->neon_bf16);
+    ampi_json_flag(s, "neon_fp16", c->neon_fp16);
+    ampi_json_flag(s, "neon_fhm", c->neon_fhm);
     ampi_json_count(s, "l1d", c->l1d);
     ampi_json_count(s, "l2", c->l2);
     ampi_json_count(s, "l3", c->l3);
@@ -38797,11 +38852,12 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .outer = AMPI_V(ampi_gemm_outer),
     .pairs = NULL};
 
-/* ---- The same with pairs of bf16 and vdpbf16ps.  This instruction adds the product of the high halves, then that of
-   the low ones.  It reads subnormal operands as 0.  The instruction that packs operands does that too, unlike the
-   roundings of >>numbers. */
+/* ---- The same with pairs of bf16, and vdpbf16ps or bfdot.  Both instructions read subnormal operands as 0.  vdpbf16ps
+   adds the product of the high halves, then that of the low ones.  bfdot adds both products first.  Without FEAT_EBF16
+   it rounds each to odd, and so their sum and the result. */
 
-#if AMPI_GEMM_BF16 && AMPI_PASS == 3
+#if AMPI_GEMM_BF16 && AMPI_PASS >= 3
+#if AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
 /* clang 16, which Apple calls 15, crashes with a stack overflow where the result of a shuffle becomes a vector of
@@ -38813,11 +38869,24 @@ static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi
 #endif
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
+#else
+#if defined(__clang__)
+#  define AMPI_TILE_TARGET __attribute__((__target__("bf16")))
+#else
+#  define AMPI_TILE_TARGET __attribute__((__target__("+bf16")))
+#endif
+#define AMPI_TILE_INSTRUCTION "bfdot %0.4s, %1.8h, %2.2h[%c3]"
+static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+    __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(b), "w"(x));
+    return sum;
+}
+#endif
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
 #define AMPI_TILE_CHAIN 256
 AMPI_TILES(ampi_tile_bf16_, 1)
 AMPI_TILES(ampi_tile_bf16_, 2)
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_INSTRUCTION
 #undef AMPI_TILE_CHAIN
 
 static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
@@ -38829,6 +38898,70 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
+#if AMPI_PASS == 4
+static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+    uint16_t *to = (uint16_t *)(void *)dst;
+    float wide[AMPI_GEMM_BUFFER];
+    int64_t i, m;
+    (void)compute;
+    if (dtype == AMP_F32) AMPI_V(ampi_bf16_from_f32)(to, src, n);
+    else if (dtype == AMP_BF16) memcpy(to, src, (size_t)n * sizeof *to);
+    else for (i = 0; i < n; i += m) {
+        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
+        AMPI_V(ampi_f32_from_f16)(wide, (const char *)src + 2 * i, m);
+        AMPI_V(ampi_bf16_from_f32)(to + i, wide, m);
+    }
+    if (n % 2 != 0) ampi_put16(to, n, 0);
+}
+static void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute,
+                                int64_t ld, int64_t n, int64_t m) {
+    int64_t step = ld * (int64_t)amp_dtype_size(dtype), i;
+    for (i = 0; i < m; i++) ampi_gemm_row_bf16(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
+}
+
+/* Pairs of two rows' values from column j on.  high is NULL behind the last row. */
+static AMPI_ALWAYS ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int64_t j, amp_dtype dtype) {
+    AMPI_V(ampi_vuint) x = (AMPI_V(ampi_vuint))AMPI_V(ampi_gemm_words)(low, j, dtype, AMP_BF16) >> 16;
+    if (high != NULL) x |= (AMPI_V(ampi_vuint))AMPI_V(ampi_gemm_words)(high, j, dtype, AMP_BF16);
+    return (ampi_vf)x;
+}
+static AMPI_ALWAYS void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, amp_dtype dtype, int64_t ld,
+                                           int64_t k, int64_t n) {
+    int64_t size = (int64_t)amp_dtype_size(dtype), whole = n - n % (2 * AMPI_W), p, j;
+    float rest[2][2 * AMPI_W];
+    memset(rest, 0, sizeof rest);
+    for (p = 0; p < k; p += 2, dst += 2 * AMPI_W) {
+        const char *low = src + p * ld * size, *high = p + 1 < k ? low + ld * size : NULL;
+        const char *second = high != NULL ? (const char *)rest[1] : NULL;
+        float *to = dst;
+        for (j = 0; j < whole; j += 2 * AMPI_W, to += stride) {
+            AMPI_V(ampi_store)(to, ampi_gemm_pairs_bf16(low, high, j, dtype));
+            AMPI_V(ampi_store)(to + AMPI_W, ampi_gemm_pairs_bf16(low, high, j + AMPI_W, dtype));
+        }
+        if (whole == n) continue;
+        AMPI_V(ampi_gemm_row)(rest[0], low + whole * size, dtype, AMP_BF16, n - whole);
+        if (high != NULL) AMPI_V(ampi_gemm_row)(rest[1], high + whole * size, dtype, AMP_BF16, n - whole);
+        AMPI_V(ampi_store)(to, ampi_gemm_pairs_bf16((const char *)rest[0], second, 0, AMP_F32));
+        AMPI_V(ampi_store)(to + AMPI_W, ampi_gemm_pairs_bf16((const char *)rest[0], second, AMPI_W, AMP_F32));
+    }
+}
+static void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                 int64_t ld, int64_t k, int64_t n) {
+    (void)compute;
+    if (dtype == AMP_F32) ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_F32, ld, k, n);
+    else if (dtype == AMP_F16) ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_F16, ld, k, n);
+    else ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_BF16, ld, k, n);
+}
+
+__extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .edges = 0, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
+    .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
+    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .dots = AMPI_V(ampi_gemm_dots), .outer = AMPI_V(ampi_gemm_outer), .pairs = NULL
+};
+#else
+/* The instruction that packs operands reads subnormal numbers as 0 too, unlike the roundings of >>numbers. */
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
 /* Makes a call in which the dtype is the constant OF_DTYPE. */
@@ -39086,6 +39219,7 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dots = ampi_gemm_dots_bf16, .outer = AMPI_V(ampi_gemm_outer), .pairs = &ampi_gemv_bf16
 };
+#endif
 #undef AMPI_TILE_TARGET
 #endif
 

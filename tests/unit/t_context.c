@@ -194,6 +194,39 @@ TEST(cores_of_the_table) {
     }
 }
 
+/* Arm's cores, whose rates come from published throughputs. */
+TEST(cores_of_arm64) {
+    static const struct { const char *name, *vendor; int family, model, bf16; amp_cpu_path path; const char *says; } rows[] = {
+        {"Neoverse N1", "Arm", 0x41, 0xd0c, 0, AMP_CPU_NEON, "0.97 times its products (NEON)"},
+        {"Neoverse V1", "Arm", 0x41, 0xd40, 1, AMP_CPU_NEON_BF16, "1.5 times fp32's products here (NEON BF16)"},
+        {"Neoverse V1", "Arm", 0x41, 0xd40, 0, AMP_CPU_NEON, "0.97 times"},
+        {"Neoverse N2", "Arm", 0x41, 0xd49, 1, AMP_CPU_NEON_BF16, "1.5 times"},
+        {"Neoverse V2", "Arm", 0x41, 0xd4f, 1, AMP_CPU_NEON_BF16, "1.5 times"},
+        {"Apple", "Apple", 0x61, 0, 1, AMP_CPU_NEON, "0.97 times"},
+        {"Apple M1", "Apple", 0x61, 0x23, 0, AMP_CPU_NEON, "0.97 times"},
+        {"Apple M2", "Apple", 0x61, 0x33, 1, AMP_CPU_NEON, "0.97 times"},
+        {"", "Arm", 0x41, 0xd03, 0, AMP_CPU_NEON, "0.97 times"},
+        {"", "", 0x51, 1, 1, AMP_CPU_NEON, "0.97 times"}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        amp_machine m;
+        amp_choice choice;
+        char text[2048];
+        memset(&m, 0, sizeof m);
+        snprintf(m.cpu.vendor, sizeof m.cpu.vendor, "%s", rows[i].vendor);
+        m.cpu.family = rows[i].family; m.cpu.model = rows[i].model;
+        m.cpu.neon = 1; m.cpu.neon_bf16 = rows[i].bf16;
+        ampi_rates_fill(&m);
+        m.cpu.path = ampi_fastest_path(&m);
+        ampi_cpu_as_device(&m.cpu, &m.device);
+        CHECK_OK(amp_choose(&m, AMP_DTYPE_DEFAULT, 0, &choice));
+        CHECK_MSG(strcmp(m.cores, rows[i].name) == 0 && m.cpu.path == rows[i].path, "row %d: %s, path %d", (int)i, m.cores, (int)m.cpu.path);
+        CHECK_EQ(choice.dtype, rows[i].path == AMP_CPU_NEON_BF16 ? AMP_BF16 : AMP_F32);
+        CHECK_MSG(strstr(choice.reason, rows[i].says) != NULL, "row %d: %s", (int)i, choice.reason);
+        CHECK(m.rates[AMP_CPU_AVX2].bf16 == 0 && amp_machine_text(&m, text, sizeof text) < sizeof text);
+        CHECK_MSG(strstr(text, rows[i].bf16 ? "neon yes, neon_bf16 yes, neon_fp16 no" : "neon yes, neon_bf16 no") != NULL, "%s", text);
+    }
+}
+
 /* The path in use decides.  One that multiplies slower than fp32 says so when it is asked for. */
 TEST(choice_counts_the_path) {
     amp_machine m = machine_of(INTEL, 6, 0xcf, 2, 1, 1, 1);

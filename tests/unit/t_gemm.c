@@ -708,7 +708,8 @@ int main(int argc, char **argv) {
     amp_machine machine;
     TEST_BEGIN(argc, argv);
     if (amp_machine_probe(&machine) != AMP_OK) return 1;
-    best_path = machine.cpu.path;
+    for (int path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
+        if (ampi_cpu_has(&machine.cpu, (amp_cpu_path)path)) best_path = (amp_cpu_path)path;
     RUN_LONG(shapes);
     RUN(small_and_thin_shapes);
     RUN(rows_times_rows);
