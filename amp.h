@@ -37336,6 +37336,13 @@ AMPI_O1_END
 #undef AMPI_W
 #endif
 #elif defined(AMPI_PASS)
+/* For loops of few instructions.  With vectors as short as NEON's, counting would be a large part of them. */
+#undef AMPI_UNROLL_NEON
+#if AMPI_PASS == 4
+#  define AMPI_UNROLL_NEON _Pragma("GCC unroll 4")
+#else
+#  define AMPI_UNROLL_NEON
+#endif
 #if AMPI_KERNELS == 2
 /* ==== 2 >>numbers: vector kernels ==== */
 
@@ -37469,6 +37476,8 @@ static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     return (ampi_vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+#elif AMPI_PASS == 4
+    return (ampi_vu)vmovl_u16(vreinterpret_u16_u8(vld1_u8((const uint8_t *)from)));
 #else
     typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half v;
@@ -37623,6 +37632,7 @@ static void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void *rest,
 
 static void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_load16)(src, i) << 16);
     for (; i < n; i++) ampi_put32(dst, i, (uint32_t)ampi_get16(src, i) << 16);
 }
@@ -37761,6 +37771,10 @@ static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
     return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#elif AMPI_PASS == 4
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return (ampi_vu)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
 #else
     typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes v;
@@ -37774,6 +37788,10 @@ static AMPI_ALWAYS void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
 #elif AMPI_PASS == 2
     __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(halves, halves));
+#elif AMPI_PASS == 4
+    uint16x4_t halves = vmovn_u32((uint32x4_t)v);
+    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+    memcpy(p, &four, sizeof four);
 #else
     typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes narrow = __builtin_convertvector(v, bytes);
@@ -38080,7 +38098,7 @@ static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
     __asm__("" : "+v"(v));
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("" : "+x"(v));
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_NEON)
     __asm__("" : "+w"(v));
 #else
     __asm__("" : "+m"(v));
@@ -39810,14 +39828,30 @@ typedef float AMPI_V(ampi_vhalf) __attribute__((__vector_size__(AMPI_W * 2), __m
 typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
 typedef double AMPI_V(ampi_vdouble) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
+/* Converts half a vector to fp64. */
+static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_widen)(AMPI_V(ampi_vhalf) x) {
+#if AMPI_PASS == 4
+    return (AMPI_V(ampi_vdouble))vcvt_f64_f32((float32x2_t)x);
+#else
+    return __builtin_convertvector(x, AMPI_V(ampi_vdouble));
+#endif
+}
+
 static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
     int64_t i = 0;
+#if AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4) {
+        float32x4_t f = vld1q_f32(x + i);
+        vst1q_f64(total + i, vaddq_f64(vld1q_f64(total + i), vcvt_f64_f32(vget_low_f32(f))));
+        vst1q_f64(total + i + 2, vaddq_f64(vld1q_f64(total + i + 2), vcvt_high_f64_f32(f)));
+    }
+#endif
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vhalf) f;
         AMPI_V(ampi_vdouble) d;
         memcpy(&f, x + i, sizeof f);
         memcpy(&d, total + i, sizeof d);
-        d += __builtin_convertvector(f, AMPI_V(ampi_vdouble));
+        d += AMPI_V(ampi_widen)(f);
         memcpy(total + i, &d, sizeof d);
     }
     for (; i < n; i++) total[i] += (double)x[i];
@@ -39825,6 +39859,10 @@ static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
 
 static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     int64_t i = 0;
+#if AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4)
+        vst1q_f32(y + i, vcvt_high_f32_f64(vcvt_f32_f64(vld1q_f64(total + i)), vld1q_f64(total + i + 2)));
+#endif
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vdouble) d;
         AMPI_V(ampi_vhalf) f;
@@ -39971,6 +40009,7 @@ static float AMPI_V(ampi_squared_error_row)(const float *x, const float *target,
 static void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
     ampi_vf scale = AMPI_V(ampi_splat)(a), shift = AMPI_V(ampi_splat)(b);
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i < n; i += AMPI_W) {
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(x + i, n - i), scale, shift), n - i);
     }
@@ -39989,6 +40028,7 @@ static void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, fl
 static void AMPI_V(ampi_magnitudes_row)(uint32_t *most, const float *x, int64_t n) {
     float *to = (float *)(void *)most;
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i < n; i += AMPI_W) {
         ampi_vf had = AMPI_V(ampi_load_upto)(to + i, n - i);
         ampi_vi v = (ampi_vi)AMPI_V(ampi_load_upto)(x + i, n - i) & INT32_MAX;
@@ -40111,7 +40151,7 @@ static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) 
     AMPI_V(ampi_vhalf_bits) x;
     AMPI_V(ampi_vdouble) d;
     memcpy(&x, p, sizeof x);
-    d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
+    d = AMPI_V(ampi_widen)((AMPI_V(ampi_vhalf))x);
     *bad |= (AMPI_V(ampi_vhalf_bits))((x & 0x7f800000) == 0x7f800000);
     return sum + d * d;
 }
@@ -40201,6 +40241,7 @@ static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, float *v,
     int64_t i, rest;
     ampi_vf a = {0}, x, *scratch = m != NULL ? &a : NULL;
     (void)v;
+    AMPI_UNROLL_NEON
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         if (m != NULL) a = AMPI_V(ampi_load)(m + i);
         x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), scratch, s);
