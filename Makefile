@@ -41,6 +41,7 @@ help: backend
 	@echo "make test-ci          run the tests only CI needs: sanitizers, compilers, standards, ten kills, each fuzzer"
 	@echo "make test-exhaustive  run all 2^32 fp32 patterns through every conversion and the optimizers' remainders,"
 	@echo "                      and 50,000 random graphs through every way of running a tape"
+	@echo "make test-orders      run the CUDA backend's tests in five orders of the model GPU's threads; into tests/records/"
 	@echo "make fuzz SECONDS=30  run each fuzzer for that long (clang's libFuzzer); inputs that break something go to"
 	@echo "                      $(BUILD)/fuzz/found/; fuzz-seeds: generate the seeds again"
 	@echo "make anomalies        let every host call fail in turn: memory, files, threads, clock; into tests/records/"

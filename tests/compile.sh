@@ -1,8 +1,8 @@
 #!/bin/sh
-# compile.sh - compiles amp.h under every language standard with every installed compiler, and in every way that it may be
+# compile.sh - compiles amp.h under every language standard and with every installed compiler, and in every way that it may be
 # included.  Some compilations go on to machine code, which has warnings of its own: those about unused functions once per
-# compiler, and those from gcc's optimisation in C.  compilers.sh covers every version of the compilers and every level of
-# optimisation.
+# compiler that needs it, and those from gcc's optimisation in C.  compilers.sh has every pair of a compiler and a standard or
+# a part left out, every version of the compilers, and every level of optimisation.
 . tests/lib.sh
 strict="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wundef -Werror -I."
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return amp_version() != AMP_VERSION; }\n' > "$work/impl.c"
@@ -11,17 +11,18 @@ printf '#define AMP_STATIC\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint ma
 printf '#define AMP_IMPLEMENTATION\n#include "amp.h"\n#include "amp.h"\nint main(void) { return 0; }\n' > "$work/twice.c"
 printf '#include "amp.h"\n#define AMP_IMPLEMENTATION\n#include "amp.h"\nint main(void) { return 0; }\n' > "$work/later.c"
 
-# matrix COMPILER LANGUAGE STANDARDS...
+# matrix COMPILER LANGUAGE STANDARDS...: what a program sees under each standard; the implementation under the first, and
+# under the last, where amp.h is included twice.  compilers.sh has it under each.
 matrix() {
     compiler=$1 language=$2; shift 2
     if ! have "$compiler"; then skip "$compiler" "not installed"; return; fi
     for standard; do
-        for file in impl user; do
-            at_once "$compiler -std=$standard $file" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/$file.c"
-        done
+        at_once "$compiler -std=$standard user" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/user.c"
+        last=$standard
     done
-    at_once "$compiler twice" "$compiler" -x "$language" "-std=$standard" $strict -Wsign-conversion -fsyntax-only "$work/twice.c"
-    at_once "$compiler static" "$compiler" -x "$language" "-std=$standard" -O0 $strict $static -Wsign-conversion -c "$work/static.c" -o "$work/static.o"
+    at_once "$compiler -std=$1 impl" "$compiler" -x "$language" "-std=$1" $strict -Wsign-conversion -fsyntax-only "$work/impl.c"
+    at_once "$compiler -std=$last twice" "$compiler" -x "$language" "-std=$last" $strict -Wsign-conversion -fsyntax-only "$work/twice.c"
+    at_once "$compiler static" "$compiler" -x "$language" "-std=$1" -O0 $strict $static -Wsign-conversion "$work/static.c" -o "$work/static.o"
     collect
 }
 # behind_macros COMPILER: after macros that a program may have, the declarations and the implementation with its vector kernels.
@@ -31,14 +32,15 @@ behind_macros() {
         at_once "$1 $file behind a program's macros" "$1" -std=gnu99 $strict -include tests/host_macros.h -fsyntax-only "$work/$file.c"
     done
 }
-static=-fsanitize=thread            # gcc's says so where amp.h uses what it does not know
+static="-fsanitize=thread -c"       # gcc's says so where amp.h uses what it does not know
 matrix "${CC:-gcc}" c c99 c11 c17
-static=
-matrix g++ c++ c++11 c++14 c++17 c++20
-matrix clang c c99
+static=-fsyntax-only
+matrix clang c c11 c99
+matrix clang++ c++ c++20 c++11
 behind_macros "${CC:-gcc}"
 behind_macros clang
-matrix clang++ c++ c++11 c++20
+static=-c
+matrix g++ c++ c++14 c++11 c++20 c++17
 
 # What AMP_STATIC compiles exports nothing but its program's main.
 if have nm; then
@@ -106,15 +108,17 @@ parts=$(sed -n '/^   LEAVING PARTS OUT/,/^   STEP BY STEP/p' amp.h | grep -oE '^
 smallest=$(sed -n 's/^       gcc -O2 \(-DAMP_NO_.*\) -c amp.c$/\1/p' amp.h)
 if [ "$(echo $parts | wc -w)" -eq 8 ] && [ -n "$smallest" ]; then pass; else fail "parts" "the manual names: $parts; $smallest"; fi
 lean="-DAMP_NO_CARE -DAMP_NO_WATCH"
+# Each of these by clang and by one of three other compilers in turn; compilers.sh has them by all.
+turn=0
 for without in $parts "$smallest" "$lean"; do
-    at_once "implementation $without" $quick -std=c99 -O0 $strict -Wsign-conversion $without -c "$work/impl.c" -o "$work/lean_$running.o"
-    for compiler in "${CC:-gcc} -std=c99" "g++ -x c++ -std=c++11" "clang++ -x c++ -std=c++11"; do
-        if have "${compiler%% *}"; then at_once "$compiler $without" $compiler $strict -Wsign-conversion $without -fsyntax-only "$work/impl.c"
-        else skip "$compiler $without" "not installed"; fi
-    done
+    at_once "implementation $without" $quick -std=c99 $strict -Wsign-conversion $without -fsyntax-only "$work/impl.c"
+    turn=$((turn % 3 + 1))
+    compiler=$(printf '%s\n' "${CC:-gcc} -std=c99" "g++ -x c++ -std=c++11" "clang++ -x c++ -std=c++11" | sed -n ${turn}p)
+    if have "${compiler%% *}"; then at_once "$compiler $without" $compiler $strict -Wsign-conversion $without -fsyntax-only "$work/impl.c"
+    else skip "$compiler $without" "not installed"; fi
     at_once "user $without" "${CC:-gcc}" -std=c99 $strict $without -fsyntax-only "$work/user.c"
 done
-at_once "static $lean" $quick -std=c99 -O0 $strict -Wsign-conversion $lean -c "$work/static.c" -o "$work/lean_static.o"
+at_once "static $lean" $quick -std=c99 $strict -Wsign-conversion $lean -fsyntax-only "$work/static.c"
 collect
 for without in $parts "$lean"; do
     check "t_lean.c $without builds" $quick -std=c99 -O0 -I. -Itests -DLEAN $without tests/unit/t_lean.c -o "$work/lean" -lm -lpthread
@@ -148,9 +152,11 @@ kept=$(awk 'FILENAME == ARGV[1] {kept[$1] = 1; next} FNR == 1 {on = 1} /^ *#  *(
 all=$(wc -c < amp.h)
 if [ "$kept" -gt 400000 ] && [ $((all - kept)) -gt 279830 ]; then pass; else fail "size without care and watch" "$kept of $all bytes"; fi
 
-# Programs that only their own targets build.
+# Programs that only their own targets build, with amp.h's implementation where they look inside.
 for program in tests/bench/bench_*.c tests/hostile/crash/*.c; do
-    at_once "$program" $quick -std=c99 $strict -Wno-shadow -I. -Itests -fsyntax-only "$program"
+    outside=-DAMP_IMPLEMENTATION_INCLUDED
+    if grep -q ampi_ "$program"; then outside=; fi
+    at_once "$program" $quick -std=c99 $strict -Wno-shadow -I. -Itests $outside -fsyntax-only "$program"
 done
 collect
 

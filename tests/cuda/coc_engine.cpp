@@ -607,12 +607,14 @@ void coc_mma_m16n8k16(float *c, const uint32_t *a, const uint32_t *b, bool bf16)
     if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k16 without all lanes of the warp");
     unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
     here->work.mmas += coc_current->lane == 0;
+    decltype(mine) left[4], right[2][4];
+    for (unsigned of = 0; of < 4; of++) {                       /* of which lane among four */
+        memcpy(&left[of], s->slot[4 * g + of], sizeof mine);
+        for (unsigned n = 0; n < 2; n++) memcpy(&right[n][of], s->slot[4 * (2 * t + n) + of], sizeof mine);
+    }
     for (unsigned k = 0; k < 16; k++) {
-        unsigned of = k % 8 / 2, e = k % 2, upper = k / 8;      /* of which lane among four, which half, which register */
-        decltype(mine) left, right[2];
-        memcpy(&left, s->slot[4 * g + of], sizeof left);
-        for (unsigned n = 0; n < 2; n++) memcpy(&right[n], s->slot[4 * (2 * t + n) + of], sizeof left);
-        for (unsigned i = 0; i < 4; i++) c[i] += left.a[2 * upper + i / 2][e] * right[i % 2].b[upper][e];
+        unsigned of = k % 8 / 2, e = k % 2, upper = k / 8;      /* of which lane, which half, which register */
+        for (unsigned i = 0; i < 4; i++) c[i] += left[of].a[2 * upper + i / 2][e] * right[i % 2][of].b[upper][e];
     }
 }
 
@@ -629,12 +631,14 @@ void coc_mma_m16n8k8_tf32(float *c, const uint32_t *a, const uint32_t *b) {
     if (s->lanes != ~0u) coc_trap(cudaErrorLaunchFailure, "mma.m16n8k8 without all lanes of the warp");
     unsigned g = coc_current->lane / 4, t = coc_current->lane % 4;
     here->work.mmas += coc_current->lane == 0;
+    decltype(mine) left[4], right[2][4];
+    for (unsigned of = 0; of < 4; of++) {                       /* of which lane among four */
+        memcpy(&left[of], s->slot[4 * g + of], sizeof mine);
+        for (unsigned n = 0; n < 2; n++) memcpy(&right[n][of], s->slot[4 * (2 * t + n) + of], sizeof mine);
+    }
     for (unsigned k = 0; k < 8; k++) {
-        unsigned of = k % 4, upper = k / 4;             /* of which lane among four, which register */
-        decltype(mine) left, right[2];
-        memcpy(&left, s->slot[4 * g + of], sizeof left);
-        for (unsigned n = 0; n < 2; n++) memcpy(&right[n], s->slot[4 * (2 * t + n) + of], sizeof left);
-        for (unsigned i = 0; i < 4; i++) c[i] += left.a[2 * upper + i / 2] * right[i % 2].b[upper];
+        unsigned of = k % 4, upper = k / 4;                     /* of which lane, which register */
+        for (unsigned i = 0; i < 4; i++) c[i] += left[of].a[2 * upper + i / 2] * right[i % 2][of].b[upper];
     }
 }
 

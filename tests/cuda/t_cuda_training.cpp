@@ -2134,7 +2134,7 @@ CUDA_TEST(weights_are_set_from_fp32) {
 /* ---- 8-bit moments move between the backends: the CPU's state goes on here with its bits, and the other way */
 
 struct moved_optimizer {
-    enum { N = 5003, STEPS = 3 };
+    enum { N = 1283, STEPS = 3 };
     amp_context *amp = NULL;
     amp_param param;
     amp_optimizer *o = NULL;

@@ -1694,6 +1694,7 @@ TEST(every_exchange) {
         if (!exchangers[r].in || !exchangers[r].out) SKIP("no memory");
     }
     for (int world = 1; world <= MOST_RANKS; world++) {
+        if (AMPT_SANITIZED && world > 2 && world < MOST_RANKS) continue;        /* the same memory, with fewer ranks */
         amp_ranks *ranks[8];
         for (int t = 0; t < 8; t++) ranks[t] = ranks_of(world, 0);
         for (int r = 0; r < world; r++) {

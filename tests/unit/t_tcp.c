@@ -200,6 +200,7 @@ TEST(sums_are_those_of_the_order_of_ranks) {
     work w[MOST + 1];
     int world, i;
     for (world = 1; world <= MOST; world++) {
+        if (AMPT_SANITIZED && world > 2 && world < MOST) continue;     /* the same memory, with fewer ranks */
         describe(w, world, world % 2, all_exchanges);
         run_all(w, world, 0);
         for (i = 0; i < world; i++) CHECK_MSG(outcomes[i].result == 0, "rank %d of %d: %d %s", i, world, outcomes[i].result, outcomes[i].why);

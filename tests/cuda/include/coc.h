@@ -148,7 +148,8 @@ void *coc_sparse_alloc(size_t bytes);
 
 /* ---- Every order.  run() does the work and leaves its results in host memory that `results` appends to a string of
    bytes.  These must be the same for all orders and schedules.  Returns "" or what differed.  Of the five, the
-   first four are run, or three with AddressSanitizer.  With these, each copy and kernel runs early and late. */
+   first four are run, with which each copy and kernel runs early and late.  With AddressSanitizer a call runs one of
+   the four, the next call another.  AMPT_ORDERS=5 in the environment runs all (`make test-orders`). */
 extern int coc_orders;
 std::string coc_every_order(const std::function<void(std::string *results)> &run);
 
