@@ -63,7 +63,7 @@ help: backend
 	@echo "make bench            time kernels, steps, recomputing, loader and masks against peers (PEER_TORCH, PEER_LLMC,"
 	@echo "                      PEER_BLAS), with a verdict per bar; into tests/bench/results/"
 	@echo "make bench-threads    time the thread pool, alone and with busy programs; PEER=COMMIT: against an amp.h with OpenMP"
-	@echo "make bench-shapes     time small and thin products against OpenBLAS, in fp32 and bf16, on one and two threads"
+	@echo "make bench-shapes     time products against a BLAS library, in fp32 and bf16, on one and two threads (SET=large, BLAS=file)"
 	@echo "make bench-convert    time amp_convert from and to fp64 against memcpy, in caches and in memory"
 	@echo "make bench-moments    8-bit optimizer states: time, memory and loss beside fp32 and bitsandbytes"
 	@echo "make bench-tape       host time of a tape's nodes beside the same calls by hand, for 100 to 10,000 nodes"
@@ -280,7 +280,7 @@ bench-threads:
 	$(PYTHON) tests/bench/threads.py --peer "$(PEER)"
 
 bench-shapes: $(BUILD)/bench_shapes
-	$(PYTHON) tests/bench/shapes.py
+	$(PYTHON) tests/bench/shapes.py $(if $(SET),--set $(SET)) $(if $(BLAS),--blas $(BLAS))
 
 bench-convert: $(BUILD)/bench_convert
 	$(PYTHON) tests/bench/convert.py
