@@ -38450,7 +38450,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
-/* The same, for a packed tile of A and a packed panel of B. */
+/* The same, for a packed tile of A of full height and a packed panel of B. */
 #define AMPI_TILE_BESIDE(i) \
     x = AMPI_V(ampi_gemm_word)(a + i); \
     sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
@@ -38506,7 +38506,8 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
         int joined = 0, cut = (AMPI_PASS == 2 || AMPI_PASS == 4) && tail < AMPI_W; \
-        int beside = AMPI_BESIDE && lda == 1 && step == AMPI_GEMM_ROWS && ldb == 2 * AMPI_W && tail == AMPI_W; \
+        int whole = AMPI_BESIDE && r == AMPI_GEMM_ROWS && ldb == 2 * AMPI_W && tail == AMPI_W; \
+        int beside = whole && lda == 1 && step == r; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
             k -= chain; \
