@@ -831,6 +831,7 @@ static inline amp_result words_pre(words_model *w, json part) {
 static inline amp_result words_row_add(words_model *w, words_part *row, int *n, int32_t token, int64_t type) {
     if (*n == WORDS_PARTS || type < 0 || type > 1)
         return words_refuse(w, "a template is too long, or has a type above 1");
+    if (token >= w->n) return words_refuse(w, "the template's token %d is not in the vocabulary", (int)token);
     row[*n].token = token;
     row[(*n)++].type = (int32_t)type;
     return AMP_OK;
@@ -909,7 +910,7 @@ static inline amp_result words_post(words_model *w, json part) {
         json_need(&value, ',');
         (void)json_peek(&value);
         id[i] = json_integer(&value);
-        if (value.bad || id[i] < 0 || id[i] > INT32_MAX) return words_refuse(w, "%s.%s is no token", type, keys[i]);
+        if (value.bad || id[i] < 0 || id[i] >= w->n) return words_refuse(w, "%s.%s is no token", type, keys[i]);
     }
     words_frame(w, (int32_t)id[0], (int32_t)id[1], roberta);
     return AMP_OK;

@@ -303,6 +303,8 @@ TEST(unknown_tokenizers_are_refused) {
         {"bert", "\"single_word\":false", "\"single_word\":true", "single_word = true"},
         {"bert", "\"normalized\":false", "\"normalized\":true", "normalized = true"},
         {"bert", "\"ids\":[2]", "\"ids\":[-2]", "[CLS] has no number"},
+        {"bert", "\"ids\":[2]", "\"ids\":[400]", "token 400 is not in the vocabulary"},
+        {"roberta", "\"sep\":[\"</s>\",3]", "\"sep\":[\"</s>\",4000]", "RobertaProcessing.sep is no token"},
         {"bert", "{\"version\"", "{{\"version\"", "not a JSON object"},
         {"roberta", "RobertaProcessing", "OddProcessing", "the post-processor OddProcessing"},
         {"roberta", "\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"trim_offsets\":true,\"use_regex\":true},\"post", "\"type\":\"Digits\"},\"post",
