@@ -270,7 +270,7 @@ anomalies: $(BUILD)/t_anomalies
 
 oracle: examples
 	for program in number_formats state_v1 kernels fp8 linear_cross_entropy sums scaler optimizer schedules defaults moments tokenizer wordpiece gpt2 llama encoder hf_encoder autocast \
-	    hf_configs hf_roundtrip hf_classifier fuzz_logic fuzz_tensors; do \
+	    hf_configs hf_roundtrip hf_classifier fuzz_logic fuzz_tensors tokenizers_of_folders; do \
 	    $(PYTHON) tests/torch/oracle/$$program.py || exit 1; done
 
 bench: $(BENCHES:%=$(BUILD)/%)

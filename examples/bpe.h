@@ -1,16 +1,18 @@
 /* bpe.h - the tokenizer of GPT-2: byte-level byte pair encoding (Radford et al. 2019).
  *
  * Stands alone: needs libc and safetensors.h, whose JSON reader it uses.  It reads the files vocab.json and merges.txt
- * that Hugging Face keeps beside a model.  The text is split into words, and in each word the pair of neighbours with
- * the lowest rank is merged until no pair has one.  Bytes that are not UTF-8 count as symbols, so every text is
- * restored exactly.  bpe_open, bpe_encode, bpe_text, bpe_close; st_error says why a call failed.  A tokenizer belongs
- * to one thread at a time, as bpe_encode works in it. */
+ * that Hugging Face keeps beside a model, or the same two from a tokenizer.json (bpe_parse).  The text is split into
+ * words, and in each word the pair of neighbours with the lowest rank is merged until no pair has one.  Bytes that are
+ * not UTF-8 count as symbols, so every text is restored exactly.  A vocabulary of characters, as Llama 2 has it, is
+ * read too: there a character without a token is written as tokens of its bytes, and the program cuts the words.
+ * bpe_open, bpe_encode, bpe_text, bpe_close; st_error says why a call failed.  A tokenizer belongs to one thread at a
+ * time, as bpe_encode works in it. */
 #ifndef EXAMPLE_BPE_H
 #define EXAMPLE_BPE_H
 
 #include "safetensors.h"
 
-enum { BPE_MOST = 65536, BPE_SLOTS = 1 << 18, BPE_ALPHABET = 256 + 68, BPE_LONGEST = 8192 };
+enum { BPE_MOST = 1 << 22, BPE_ALPHABET = 256 + 68, BPE_LONGEST = 8192 };
 
 typedef struct bpe_span { int64_t at; int32_t length; } bpe_span;       /* length -1: no such token */
 typedef struct bpe_merge { int32_t left, right, rank, result; } bpe_merge;  /* result -1: an empty slot */
@@ -28,13 +30,16 @@ typedef struct bpe {
     int64_t n;                      /* highest token + 1 */
     int32_t end_of_text;            /* "<|endoftext|>", or -1 */
     char *text;                     /* of all tokens, without gaps */
-    bpe_span *tokens;             /* BPE_MOST */
-    int32_t *by_text;               /* hash table of BPE_SLOTS tokens, -1: empty */
+    bpe_span *tokens; int64_t n_tokens;     /* room for so many */
+    int32_t *by_text;               /* hash table of tokens, -1: empty */
+    uint64_t n_slots;
     bpe_merge *merges;            /* hash table */
     uint64_t merge_slots;
     int32_t byte_token[256];
     int32_t byte_of[BPE_ALPHABET];
     bpe_word word;
+    int characters;                 /* 1: the vocabulary is of characters, not of bytes */
+    int whole;                      /* 1: a word that is a token is that token, whatever its merges give */
 } bpe;
 
 static inline void bpe_close(bpe *t) {
@@ -57,6 +62,7 @@ static inline void bpe_alphabet(bpe *t) {
 static inline int64_t bpe_bytes(const bpe *t, const char *in, int64_t n, char *out) {
     int64_t i, used = 0;
     uint32_t code;
+    if (t->characters) { memmove(out, in, (size_t)n); return n; }
     for (i = 0; i < n;) {
         i += utf8_read(in + i, n - i, &code);
         if (code >= BPE_ALPHABET || t->byte_of[code] < 0) return -1;
@@ -70,7 +76,8 @@ static inline int64_t bpe_slot(const bpe *t, const char *bytes, int64_t n) {
     uint64_t hash = 0xcbf29ce484222325u;
     int64_t i, slot;
     for (i = 0; i < n; i++) hash = (hash ^ (unsigned char)bytes[i]) * 0x100000001b3u;
-    for (slot = (int64_t)(hash % BPE_SLOTS); t->by_text[slot] >= 0; slot = (slot + 1) % BPE_SLOTS) {
+    for (slot = (int64_t)(hash & (t->n_slots - 1)); t->by_text[slot] >= 0;
+         slot = (slot + 1) & (int64_t)(t->n_slots - 1)) {
         const bpe_span *span = &t->tokens[t->by_text[slot]];
         if (span->length == n && memcmp(t->text + span->at, bytes, (size_t)n) == 0) break;
     }
@@ -78,6 +85,19 @@ static inline int64_t bpe_slot(const bpe *t, const char *bytes, int64_t n) {
 }
 static inline int32_t bpe_find(const bpe *t, const char *bytes, int64_t n) {
     return t->by_text[bpe_slot(t, bytes, n)];
+}
+
+/* Makes room for the tokens up to `id`. */
+static inline int bpe_tokens_reserve(bpe *t, int64_t id) {
+    int64_t room = id + id / 2 + 1024;
+    bpe_span *more;
+    if (id < t->n_tokens) return 1;
+    more = (bpe_span *)realloc(t->tokens, (size_t)room * sizeof *more);
+    if (more == NULL) return 0;
+    memset(more + t->n_tokens, 0xff, (size_t)(room - t->n_tokens) * sizeof *more);      /* -1: no token */
+    t->tokens = more;
+    t->n_tokens = room;
+    return 1;
 }
 
 /* {"!": 0, "\u0120t": 256, ...}; added tokens may hold characters outside the alphabet and are only decoded. */
@@ -88,7 +108,8 @@ static inline const char *bpe_entry(bpe *t, json *j, char *key, int64_t *used) {
     json_need(j, ':');
     id = json_integer(j);
     if (j->bad) return "a token must be followed by ':' and its number";
-    if (id < 0 || id >= BPE_MOST) return "the number of a token must be 0 to 65535";
+    if (id < 0 || id >= BPE_MOST) return "the number of a token must be 0 to 4194303";
+    if (!bpe_tokens_reserve(t, id)) return "no memory for the vocabulary";
     if (t->tokens[id].length >= 0) return "two tokens have this number";
     length = bpe_bytes(t, key, (int64_t)strlen(key), t->text + *used);
     if (length == 0) return "a token is empty";
@@ -105,21 +126,34 @@ static inline const char *bpe_entry(bpe *t, json *j, char *key, int64_t *used) {
     return NULL;
 }
 
+/* The tokens of single bytes: every byte has one. */
+static inline int bpe_find_bytes(bpe *t, const char *path) {
+    int i;
+    for (i = 0; i < 256; i++) {
+        char byte = (char)i, name[8];
+        snprintf(name, sizeof name, "<0x%02X>", (unsigned)i);
+        t->byte_token[i] = t->characters ? bpe_find(t, name, 6) : bpe_find(t, &byte, 1);
+        if (t->byte_token[i] < 0)
+            return st_fail(ST_ERR_FORMAT, "%s: there is no token for byte %d, so this is not a byte-level "
+                                          "vocabulary", path, i);
+    }
+    return ST_OK;
+}
+
 static inline int bpe_vocab(bpe *t, const char *path, const char *text, size_t bytes) {
     char *key = (char *)malloc(BPE_LONGEST);
     const char *wrong = NULL;
     json j = json_open(text, bytes);
-    int64_t used = 0, i;
+    int64_t used = 0;
     int more;
+    for (t->n_slots = 1024; t->n_slots < bytes / 3;) t->n_slots *= 2;       /* an entry takes 6 bytes or more */
     t->text = (char *)malloc(bytes + 1);        /* a token is never longer than its text in the file */
-    t->tokens = (bpe_span *)malloc(BPE_MOST * sizeof *t->tokens);
-    t->by_text = (int32_t *)malloc(BPE_SLOTS * sizeof *t->by_text);
-    if (key == NULL || t->text == NULL || t->tokens == NULL || t->by_text == NULL) {
+    t->by_text = (int32_t *)malloc((size_t)t->n_slots * sizeof *t->by_text);
+    if (key == NULL || t->text == NULL || t->by_text == NULL || !bpe_tokens_reserve(t, 0)) {
         free(key);
         return st_fail(ST_ERR_MEMORY, "%s: no memory for the vocabulary", path);
     }
-    memset(t->tokens, 0xff, BPE_MOST * sizeof *t->tokens);       /* -1: no token, no slot in use */
-    memset(t->by_text, 0xff, BPE_SLOTS * sizeof *t->by_text);
+    memset(t->by_text, 0xff, (size_t)t->n_slots * sizeof *t->by_text);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && wrong == NULL; more = wrong == NULL && json_take(&j, ','))
         wrong = bpe_entry(t, &j, key, &used);
@@ -129,15 +163,8 @@ static inline int bpe_vocab(bpe *t, const char *path, const char *text, size_t b
     free(key);
     if (wrong != NULL)
         return st_fail(ST_ERR_FORMAT, "%s: byte %lld: %s", path, (long long)(j.at - text), wrong);
-    for (i = 0; i < 256; i++) {
-        char byte = (char)i;
-        t->byte_token[i] = bpe_find(t, &byte, 1);
-        if (t->byte_token[i] < 0)
-            return st_fail(ST_ERR_FORMAT, "%s: there is no token for byte %lld, so this is not a byte-level "
-                                          "vocabulary", path, (long long)i);
-    }
     t->end_of_text = bpe_find(t, "<|endoftext|>", 13);
-    return ST_OK;
+    return bpe_find_bytes(t, path);
 }
 
 /* The merge of two tokens, or the empty slot where it would go. */
@@ -169,6 +196,35 @@ static inline const char *bpe_merge_line(bpe *t, const char *line, int64_t n, in
     return m->result < 0 ? "the merged token is not in the vocabulary" : NULL;
 }
 
+/* ["a b", ...] or [["a", "b"], ...] as the lines of merges.txt, to be freed. */
+static inline char *bpe_merges_text(json list, size_t *bytes) {
+    json_buffer b = {NULL, 0, 0, 0};
+    char *piece = (char *)malloc(2 * BPE_LONGEST);
+    int more, pair;
+    json_need(&list, '[');
+    for (more = piece != NULL && json_peek(&list) != ']'; more && !list.bad; more = json_take(&list, ',')) {
+        pair = json_take(&list, '[');
+        json_peek(&list);
+        json_string(&list, piece, BPE_LONGEST);
+        if (pair) {
+            size_t n = strlen(piece);
+            json_need(&list, ',');
+            json_peek(&list);
+            piece[n] = ' ';
+            json_string(&list, piece + n + 1, BPE_LONGEST);
+            json_need(&list, ']');
+        }
+        json_put(&b, piece, strlen(piece));
+        json_put(&b, "\n", 1);
+    }
+    json_need(&list, ']');
+    free(piece);
+    if (b.text == NULL && !list.bad) json_put(&b, "", 0);
+    if (b.failed || list.bad) { free(b.text); return NULL; }
+    *bytes = b.used;
+    return b.text;
+}
+
 static inline int bpe_merges(bpe *t, const char *path, const char *text, size_t bytes) {
     char *scratch = (char *)malloc(BPE_LONGEST);
     const char *at = text, *end = text + bytes, *wrong = NULL;
@@ -194,6 +250,20 @@ static inline int bpe_merges(bpe *t, const char *path, const char *text, size_t 
     free(scratch);
     return wrong == NULL ? ST_OK
                          : st_fail(ST_ERR_FORMAT, "%s: line %lld: %s", path, (long long)line - 1, wrong);
+}
+
+/* The same from a tokenizer.json of this path: the values of "vocab" and "merges".  t: zeros, with .characters and
+   .whole set. */
+static inline int bpe_parse(bpe *t, const char *path, json vocab, json merges) {
+    size_t bytes = 0;
+    char *text = bpe_merges_text(merges, &bytes);
+    int result = text != NULL ? ST_OK : st_fail(ST_ERR_FORMAT, "%s: the merges are not a list of pairs", path);
+    bpe_alphabet(t);
+    if (result == ST_OK) result = bpe_vocab(t, path, vocab.at, (size_t)(vocab.end - vocab.at));
+    if (result == ST_OK) result = bpe_merges(t, path, text, bytes);
+    free(text);
+    if (result != ST_OK) bpe_close(t);
+    return result;
 }
 
 /* Opens both files.  Nothing in them is trusted. */
@@ -332,6 +402,42 @@ static inline int64_t bpe_word_length(const char *text, int64_t n) {
     return end < n && last > 0 ? last : end;    /* the last space of several belongs to the next word */
 }
 
+/* The same by the rule of Llama 3, whose numbers have at most three digits a word, and of Qwen 2, which has one:
+   (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,digits}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|
+   \s+(?!\S)|\s+ */
+static inline int64_t bpe_word_length_newer(const char *text, int64_t n, int digits) {
+    static const char *const endings[] = {"s", "t", "re", "ve", "m", "ll", "d"};
+    int64_t first = 0, end, last = 0, length;
+    uint32_t code, next = 0;
+    size_t i;
+    int kind;
+    for (i = 0; i < sizeof endings / sizeof *endings && text[0] == '\''; i++) {
+        int64_t k, count = (int64_t)strlen(endings[i]);
+        for (k = 0; k < count && k + 1 < n && (text[k + 1] | 32) == endings[i][k]; k++) {}
+        if (k == count) return count + 1;
+        if (endings[i][0] == 's' && n > 2 && memcmp(text + 1, "\xc5\xbf", 2) == 0) return 3;    /* a long s */
+    }
+    length = utf8_read(text, n, &code);
+    kind = bpe_class(code);
+    if (length < n) utf8_read(text + length, n - length, &next);
+    if (kind == BPE_LETTER || (kind != BPE_NUMBER && code != '\r' && code != '\n' && length < n &&
+                               bpe_class(next) == BPE_LETTER))
+        return bpe_run(text, n, kind == BPE_LETTER ? 0 : length, BPE_LETTER, &last);
+    for (; kind == BPE_NUMBER && digits > 0 && first < n; digits--, first += length) {
+        length = utf8_read(text + first, n - first, &code);
+        if (bpe_class(code) != BPE_NUMBER) break;
+    }
+    if (kind == BPE_NUMBER) return first;
+    if (kind == BPE_OTHER || (code == ' ' && length < n && bpe_class(next) == BPE_OTHER)) {
+        for (end = bpe_run(text, n, kind == BPE_OTHER ? 0 : 1, BPE_OTHER, &last); end < n; end++)
+            if (text[end] != '\r' && text[end] != '\n') break;
+        return end;
+    }
+    end = bpe_run(text, n, 0, BPE_SPACE, &last);
+    for (first = end; first > 0; first--) if (text[first - 1] == '\n' || text[first - 1] == '\r') return first;
+    return end < n && last > 0 ? last : end;
+}
+
 /* ---- Merging */
 
 static inline int bpe_word_reserve(bpe_word *w, int64_t n) {
@@ -378,12 +484,28 @@ static inline bpe_candidate bpe_pop(bpe_word *w) {
     return top;
 }
 
+/* The symbols that a word begins as: its bytes, or the characters that have a token and the bytes of those that have
+   none.  Returns how many. */
+static inline int64_t bpe_symbols(const bpe *t, const char *text, int64_t n, int32_t *out) {
+    int64_t i = 0, used = 0, length;
+    uint32_t code;
+    while (i < n) {
+        length = t->characters ? utf8_read(text + i, n - i, &code) : 1;
+        out[used] = t->characters ? bpe_find(t, text + i, length) : -1;
+        if (out[used] >= 0) { i += length; used++; continue; }
+        for (; length > 0; length--) out[used++] = t->byte_token[(unsigned char)text[i++]];
+    }
+    return used;
+}
+
 /* The tokens of one word, at most n; returns how many. */
-static inline int64_t bpe_merge_word(const bpe *t, bpe_word *w, const char *text, int64_t n, uint16_t *out) {
+static inline int64_t bpe_merge_word(const bpe *t, bpe_word *w, const char *text, int64_t n, int32_t *out) {
     int64_t i, used = 0;
+    int32_t whole = t->whole ? bpe_find(t, text, n) : -1;
+    if (whole >= 0) { out[0] = whole; return 1; }
     w->n_heap = 0;
+    n = bpe_symbols(t, text, n, w->id);
     for (i = 0; i < n; i++) {
-        w->id[i] = t->byte_token[(unsigned char)text[i]];
         w->before[i] = i - 1;
         w->next[i] = i + 1 < n ? i + 1 : -1;
     }
@@ -399,15 +521,19 @@ static inline int64_t bpe_merge_word(const bpe *t, bpe_word *w, const char *text
         bpe_push(t, w, w->before[c.at]);
         bpe_push(t, w, c.at);
     }
-    for (i = 0; i >= 0 && i < n; i = w->next[i]) out[used++] = (uint16_t)w->id[i];
+    for (i = 0; i >= 0 && i < n; i = w->next[i]) out[used++] = w->id[i];
     return used;
 }
 
+/* The same, with room made for it; -1: no memory. */
+static inline int64_t bpe_encode_word(bpe *t, const char *text, int64_t n, int32_t *out) {
+    return bpe_word_reserve(&t->word, n) == ST_OK ? bpe_merge_word(t, &t->word, text, n, out) : -1;
+}
+
 /* The tokens of a text; out holds n.  "<|endoftext|>" becomes its own token, as in transformers. */
-static inline int bpe_encode(bpe *t, const char *text, int64_t n, uint16_t *out, int64_t *count) {
+static inline int bpe_encode(bpe *t, const char *text, int64_t n, int32_t *out, int64_t *count) {
     static const char mark[] = "<|endoftext|>";
-    int64_t at = 0, used = 0, length;
-    int result;
+    int64_t at = 0, used = 0, length, more;
     *count = 0;
     if (t->merges == NULL) return st_fail(ST_ERR_STATE, "bpe_encode: the tokenizer is not open");
     if (n < 0 || (n > 0 && (text == NULL || out == NULL)))
@@ -419,11 +545,11 @@ static inline int bpe_encode(bpe *t, const char *text, int64_t n, uint16_t *out,
             stop = (const char *)memchr(stop + 1, '<', (size_t)(text + n - stop - 1));
         for (end = stop != NULL ? stop - text : n; at < end; at += length) {
             length = bpe_word_length(text + at, end - at);
-            result = bpe_word_reserve(&t->word, length);
-            if (result != ST_OK) return result;
-            used += bpe_merge_word(t, &t->word, text + at, length, out + used);
+            more = bpe_encode_word(t, text + at, length, out + used);
+            if (more < 0) return ST_ERR_MEMORY;
+            used += more;
         }
-        if (stop != NULL) { out[used++] = (uint16_t)t->end_of_text; at += 13; }
+        if (stop != NULL) { out[used++] = t->end_of_text; at += 13; }
     }
     *count = used;
     return ST_OK;

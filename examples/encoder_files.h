@@ -3,9 +3,8 @@
 #ifndef EXAMPLES_ENCODER_FILES_H
 #define EXAMPLES_ENCODER_FILES_H
 
-#include "config.h"
 #include "encoder.h"
-#include "model_files.h"
+#include "model_folder.h"
 
 /* BERT's initialisation of one parameter: normal with deviation 0.02, biases 0, LayerNorm weights 1.  scratch: as many
    floats as it has elements. */
@@ -39,9 +38,7 @@ static inline amp_result encoder_init(encoder *e, uint64_t seed) {
 }
 
 typedef struct encoder_file {
-    void *data;
-    size_t bytes;
-    st_file tensors;
+    model_weights weights;
     config_model described;
     encoder_config config;          /* as the file says; classes 0: it has no head */
     int64_t *windows;               /* of config */
@@ -53,10 +50,9 @@ static inline void encoder_file_close(encoder_file *file) {
     int64_t i;
     for (i = 0; i < file->n_labels; i++) free(file->labels[i]);
     free(file->labels);
-    st_close(&file->tensors);
+    weights_close(&file->weights);
     config_close(&file->described);
     free(file->windows);
-    amp_file_free(NULL, file->data, file->bytes);
     memset(file, 0, sizeof *file);
 }
 
@@ -128,7 +124,7 @@ static inline amp_result encoder_type_of(const config_model *m, const st_file *t
 static inline const st_tensor *encoder_file_body(const encoder_file *file, const char *name) {
     char full[96];
     snprintf(full, sizeof full, "%s%s", encoder_kinds[file->config.family].prefix, name);
-    return encoder_file_find(&file->tensors, file->config.family, full);
+    return encoder_file_find(&file->weights.tensors, file->config.family, full);
 }
 
 static const config_only encoder_config_only[] = {
@@ -279,8 +275,8 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     const st_tensor *words, *positions, *types, *down, *out;
     char name[96];
     int deberta;
-    EX_TRY(config_open(&file->described, &file->tensors, path, &encoder_config_rules));
-    EX_TRY(encoder_type_of(&file->described, &file->tensors, &type));
+    EX_TRY(config_open(&file->described, &file->weights.tensors, path, &encoder_config_rules));
+    EX_TRY(encoder_type_of(&file->described, &file->weights.tensors, &type));
     c->family = type->family;
     words = encoder_file_body(file, "embeddings.word_embeddings.weight");
     deberta = c->family == ENCODER_DEBERTA;
@@ -300,7 +296,7 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
         if (encoder_file_body(file, name) == NULL) break;
     }
     snprintf(name, sizeof name, "%s.weight", encoder_kinds[c->family].out);
-    out = st_find(&file->tensors, name);
+    out = st_find(&file->weights.tensors, name);
     c->classes = out != NULL && out->ndim == 2 ? out->shape[0] : 0;
     file->windows = (int64_t *)calloc((size_t)c->layers, sizeof *file->windows);
     file->n_labels = config_count_labels(file->described.text, file->described.bytes);
@@ -314,13 +310,12 @@ static inline amp_result encoder_file_shape(encoder_file *file, const char *path
     return config_read_labels(&file->described, file->labels, file->n_labels);
 }
 
-/* Opens a model file and reads its shape.  Nothing in the file is trusted. */
+/* Opens a model's folder, or one file, and reads its shape.  Nothing in it is trusted. */
 static inline amp_result encoder_file_open(encoder_file *file, const char *path) {
     amp_result result;
     memset(file, 0, sizeof *file);
-    EX_TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    result = ex_st(st_open(&file->tensors, file->data, file->bytes));
-    if (result == AMP_OK) result = encoder_file_shape(file, path);
+    EX_TRY(weights_open(&file->weights, path));
+    result = encoder_file_shape(file, file->weights.path);
     if (result != AMP_OK) encoder_file_close(file);
     return result;
 }
@@ -333,7 +328,7 @@ static inline amp_result encoder_file_check(const encoder_file *file, encoder *e
     for (part = 0; part < encoder_pieces(p); part++) {
         const st_tensor *t;
         encoder_piece_get(e, p, part, &piece);
-        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        t = encoder_file_find(&file->weights.tensors, e->config.family, piece.name);
         if (t == NULL) return ex_fail(AMP_ERR_NAME, "%s is not in the file", piece.name);
         if (t->ndim != p->weight.ndim || t->shape[0] != piece.rows + piece.skip ||
             (t->ndim == 2 && t->shape[1] != piece.cols))
@@ -354,7 +349,7 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
         const st_tensor *t;
         int64_t width, skipped;
         encoder_piece_get(e, p, part, &piece);
-        t = encoder_file_find(&file->tensors, e->config.family, piece.name);
+        t = encoder_file_find(&file->weights.tensors, e->config.family, piece.name);
         width = piece.cols > 0 ? piece.cols : 1;
         skipped = piece.skip * width;
         EX_TRY(ex_st(st_floats(t, scratch)));
@@ -366,7 +361,7 @@ static inline amp_result encoder_file_param(const encoder_file *file, encoder *e
 /* 1: parameter i belongs to a head that the file lacks, or has for another number of classes. */
 static inline int encoder_file_lacks(const encoder_file *file, const encoder *e, int64_t i) {
     int64_t head = e->n_params - ENCODER_HEAD;
-    return i >= head && (encoder_file_find(&file->tensors, e->config.family, e->params[i].name) == NULL ||
+    return i >= head && (encoder_file_find(&file->weights.tensors, e->config.family, e->params[i].name) == NULL ||
                          (i >= head + 2 && file->config.classes != e->config.classes));
 }
 

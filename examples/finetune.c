@@ -3,17 +3,17 @@
  *     gcc -O2 examples/finetune.c -o finetune -lm -lpthread
  *     ./finetune reviews.tsv bert-base-uncased          labels are class numbers from 0, "1<TAB>text", one a line
  *
- * The folder is as Hugging Face has it: model.safetensors, config.json, vocab.txt.  Without one, a small model with
+ * The folder is as Hugging Face has it: weights, config.json, and a tokenizer.  Without a folder, a small model with
  * random weights learns from bytes.  The last tenth of the lines is evaluated on.  What comes out lies in
- * out/finetune/.
+ * out/finetune/, and is such a folder.
  * train_classifier.c is the tool for this, with names as labels, shuffling, schedules and flags. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "encoder_files.h"
-#include "wordpiece.h"
 
 enum { BATCH = 16, SEQ = 64, EPOCHS = 3, CLASSES = 64 };
-static amp_context *amp; static encoder model; static wordpiece words; static int32_t *device;
+static amp_context *amp; static encoder model; static int32_t *device;
+static encoder_file file; static words_model tokenizer;     /* of the folder */
 
 static void check(amp_result result) {
     if (result != AMP_OK) { fprintf(stderr, "%s\n", ex_error()); exit(1); }
@@ -24,11 +24,11 @@ static void check(amp_result result) {
 typedef struct text { int32_t ids[SEQ], length, label; } text;
 
 static text *read_texts(const char *path, int64_t *n, int32_t *classes) {
-    char *file, *line;
+    char *all, *line;
     size_t bytes;
     text *texts = NULL, *t;
-    check(ex_st(st_read_file(path, &file, &bytes)));
-    for (*n = 0, *classes = 2, line = strtok(file, "\n"); line != NULL; line = strtok(NULL, "\n")) {
+    check(ex_st(st_read_file(path, &all, &bytes)));
+    for (*n = 0, *classes = 2, line = strtok(all, "\n"); line != NULL; line = strtok(NULL, "\n")) {
         char *tab = strchr(line, '\t');
         int64_t label = 0;
         if (tab != NULL) *tab = 0;
@@ -39,12 +39,11 @@ static text *read_texts(const char *path, int64_t *n, int32_t *classes) {
         if (texts == NULL) check(ex_fail(AMP_ERR_MEMORY, "%s: no memory", path));
         memset(t = &texts[(*n)++], 0, sizeof *t);
         t->label = (int32_t)label;
-        t->ids[0] = words.begin;
-        t->length = 1 + (int32_t)wordpiece_encode(&words, tab + 1, (int64_t)strlen(tab + 1), t->ids + 1, SEQ - 2);
-        t->ids[t->length++] = words.end;
+        t->length = (int32_t)words_encode(&tokenizer, tab + 1, (int64_t)strlen(tab + 1), NULL, 0, SEQ, t->ids, NULL);
+        if (t->length < 1) check(ex_fail(AMP_ERR_MEMORY, "%s: a text has no tokens: %s", path, ex_error()));
         if (t->label >= *classes) *classes = t->label + 1;
     }
-    free(file);
+    free(all);
     if (*n < 10 * BATCH / 8) check(ex_fail(AMP_ERR_RANGE, "%s: %lld texts are too few", path, (long long)*n));
     return texts;
 }
@@ -68,22 +67,23 @@ static encoder_input load(const text *texts, int64_t count, const int32_t **labe
 
 /* ---- The model: of the folder, or small and random; its head is new if the file has none for these classes */
 
+static void open_folder(const char *folder) {
+    if (folder == NULL) { check(words_bytes(&tokenizer, 1)); return; }
+    check(encoder_file_open(&file, folder));
+    check(words_open(&tokenizer, file.weights.path, 0));
+    check(words_check(&tokenizer, file.config.vocab));
+}
+
 static void open_model(const char *folder, int32_t classes) {
-    encoder_config config = {.vocab = words.n, .positions = SEQ, .types = 2, .layers = 2, .heads = 2, .hidden = 64,
+    encoder_config config = {.vocab = tokenizer.n, .positions = SEQ, .types = 2, .layers = 2, .heads = 2, .hidden = 64,
                              .intermediate = 256};
-    encoder_file file;
-    char path[PATH_MAX];
     int fresh;
-    if (folder != NULL) {
-        snprintf(path, sizeof path, "%.4000s/model.safetensors", folder);
-        check(encoder_file_open(&file, path));
-        config = file.config;
-    }
+    if (folder != NULL) config = file.config;
     config.classes = classes; config.batch = BATCH; config.seq = SEQ; config.dropout = 0.1f;
     check(encoder_create(&model, amp, &config));
     if (folder == NULL) { check(encoder_init(&model, 1)); return; }
     check(encoder_file_load(&file, &model, 1, &fresh));
-    printf("%s: %lld layers, width %lld%s\n", path, (long long)config.layers, (long long)config.hidden,
+    printf("%s: %lld layers, width %lld%s\n", folder, (long long)config.layers, (long long)config.hidden,
            fresh > 0 ? "; the head is new" : "");
     encoder_file_close(&file);
 }
@@ -112,12 +112,9 @@ int main(int argc, char **argv) {
     int32_t classes;
     void *memory;
     text *texts;
-    char path[PATH_MAX];
     ex_begin();
-    if (argc < 2) return fprintf(stderr, "usage: finetune texts.tsv [folder of a BERT]\n"), 2;
-    snprintf(path, sizeof path, "%.4000s/vocab.txt", folder != NULL ? folder : "");
-    if (folder != NULL && access(path, R_OK) == 0) check(ex_st(wordpiece_open(&words, path, 0)));
-    else wordpiece_bytes(&words);
+    if (argc < 2 || argc > 3) return fprintf(stderr, "usage: finetune texts.tsv [folder of a BERT]\n"), 2;
+    open_folder(folder);
     texts = read_texts(argv[1], &n, &classes);
     train = n - n / 10;
     check(amp_open(&amp, NULL));
@@ -148,11 +145,12 @@ int main(int argc, char **argv) {
     check(ex_folder_make("out/finetune/model.safetensors"));
     check(encoder_save(&model, "out/finetune/model.safetensors"));
     check(encoder_save_config(&model, "out/finetune/config.json"));
-    printf("saved out/finetune/model.safetensors and config.json\n");
+    check(words_save(&tokenizer, "out/finetune/model.safetensors"));
+    printf("saved out/finetune: model.safetensors, config.json and the tokenizer\n");
     amp_optimizer_destroy(optimizer);
     amp_scaler_destroy(scaler);
     encoder_destroy(&model);
-    wordpiece_close(&words);
+    words_close(&tokenizer);
     free(texts);
     amp_free(amp, device);
     amp_close(amp);

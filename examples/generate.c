@@ -1,11 +1,11 @@
 /* generate.c - loads a GPT-2 and writes: each token is computed alone, against keys and values that are kept.
  *
  *     gcc -O2 examples/generate.c -o generate -lm -lpthread
- *     ./generate gpt2/model.safetensors "Once upon a time" [tokens, default 100] [temperature, default 0.8]
+ *     ./generate gpt2 "Once upon a time" [tokens, default 100] [temperature, default 0.8]
  *
- * AMP_DTYPE=fp32 and its like choose the precision.  Beside the model lie config.json, vocab.json and merges.txt, as
- * Hugging Face has them; a model of 256 tokens needs no tokenizer: its tokens are bytes.  train_gpt.c makes such
- * models. */
+ * AMP_DTYPE=fp32 and its like choose the precision.  gpt2 is a folder as Hugging Face has it, with the model's
+ * tokenizer (model_folder.h), or a file in it; a model of 256 tokens needs no tokenizer: its tokens are bytes.
+ * train_gpt.c makes such models. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "gpt_files.h"
@@ -69,17 +69,6 @@ static void next_logits(int32_t token, int64_t position, int32_t *id, float *log
     free(keep);
 }
 
-/* vocab.json and merges.txt beside the model; .n 0: none. */
-static void open_tokenizer(bpe *t, const char *path) {
-    const char *slash = strrchr(path, '/');
-    char files[2][PATH_MAX];
-    int n = slash != NULL ? (int)(slash - path) + 1 : 0;
-    memset(t, 0, sizeof *t);
-    snprintf(files[0], PATH_MAX, "%.*svocab.json", n, path);
-    snprintf(files[1], PATH_MAX, "%.*smerges.txt", n, path);
-    if (access(files[0], R_OK) == 0) check(ex_st(bpe_open(t, files[0], files[1])));
-}
-
 int main(int argc, char **argv) {
     const char *prompt = argc > 2 ? argv[2] : "";
     int64_t wanted = 100, n, i;
@@ -91,10 +80,10 @@ int main(int argc, char **argv) {
     int32_t *tokens;
     void *id, *memory;
     char *text;
-    bpe words;
+    words_model tokenizer;
     ex_begin();
     if (argc < 2 || argc > 5)
-        return fprintf(stderr, "usage: generate model.safetensors [prompt] [tokens] [temperature]\n"), 2;
+        return fprintf(stderr, "usage: generate folder [prompt] [tokens] [temperature]\n"), 2;
     if (argc > 3 && !ex_integer(argv[3], 1, 1 << 24, &wanted))
         return fprintf(stderr, "tokens: \"%s\" must be a whole number from 1 to 16777216\n", argv[3]), 2;
     if (argc > 4 && !ex_number(argv[4], 0, 1000, &how.temperature))
@@ -109,12 +98,16 @@ int main(int argc, char **argv) {
     stored = file.config.activations;
     check(gpt_create(&model, amp, &file.config));
     check(gpt_file_load(&file, &model));
-    open_tokenizer(&words, argv[1]);
+    if (words_open(&tokenizer, file.weights.path, 0) == AMP_OK) check(words_check(&tokenizer, model.config.vocab));
+    else if (model.config.vocab != 256 || strstr(ex_error(), "has no tokenizer") == NULL) check(AMP_ERR_OPEN);
 
-    tokens = (int32_t *)malloc((strlen(prompt) + 1 + (size_t)wanted) * sizeof *tokens);
+    tokens = (int32_t *)malloc((strlen(prompt) + WORDS_PARTS + (size_t)wanted) * sizeof *tokens);
     logits = (float *)malloc((size_t)model.config.vocab * 2 * sizeof *logits);
     if (tokens == NULL || logits == NULL) check(ex_fail(AMP_ERR_MEMORY, "no memory for the text"));
-    check(sample_prompt(&words, model.config.vocab, prompt, tokens, &n));
+    check(sample_prompt(&tokenizer, model.config.vocab, prompt, tokens, &n));
+    if (n >= model.config.positions)
+        check(ex_fail(AMP_ERR_RANGE, "the prompt has %lld tokens, and the model has %lld positions", (long long)n,
+                      (long long)model.config.positions));
     wanted = n + wanted < model.config.positions ? n + wanted : model.config.positions;
     check(amp_alloc(amp, &id, (int64_t)sizeof(int32_t)));
     for (i = 0; i < 2; i++) {
@@ -128,13 +121,13 @@ int main(int argc, char **argv) {
             check(sample_next(&how, logits, logits + model.config.vocab, model.config.vocab,
                               (double)amp_random_uniform(how.seed, (uint64_t)i), &tokens[i + 1]));
     }
-    text = sample_text(&words, model.config.vocab, tokens, wanted);
+    text = sample_text(&tokenizer, model.config.vocab, tokens, wanted);
     if (text != NULL) sample_print(text);
     else for (i = 0; i < wanted; i++) printf("%d ", (int)tokens[i]);
     printf("\n");
     free(text); free(tokens); free(logits);
     amp_free(amp, id); amp_free(amp, kept[0]); amp_free(amp, kept[1]);
-    gpt_file_close(&file); gpt_destroy(&model); bpe_close(&words);
+    gpt_file_close(&file); gpt_destroy(&model); words_close(&tokenizer);
     amp_close(amp);
     return 0;
 }

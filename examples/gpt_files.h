@@ -7,9 +7,8 @@
 #include "llama_files.h"
 
 typedef struct gpt_file {
-    void *data;
-    size_t bytes;
-    st_file tensors;                /* n is 0 for llm.c */
+    model_weights weights;          /* of llm.c no tensors */
+    void *data; size_t bytes;       /* of llm.c, or of a file that a program has in memory; else NULL */
     int llmc;                       /* 3: fp32, 5: bf16, 0: safetensors */
     int64_t padded_vocab;           /* llm.c: rows of wte in the file */
     config_model described;         /* text NULL for llm.c */
@@ -17,16 +16,16 @@ typedef struct gpt_file {
 } gpt_file;
 
 static inline void gpt_file_close(gpt_file *file) {
-    st_close(&file->tensors);
-    config_close(&file->described);
+    weights_close(&file->weights);
     amp_file_free(NULL, file->data, file->bytes);
+    config_close(&file->described);
     memset(file, 0, sizeof *file);
 }
 
 /* By the full name, or without "transformer.", as in older files. */
 static inline const st_tensor *gpt_file_find(const gpt_file *file, const char *name) {
-    const st_tensor *t = st_find(&file->tensors, name);
-    return t != NULL ? t : st_find(&file->tensors, name + strlen("transformer."));
+    const st_tensor *t = st_find(&file->weights.tensors, name);
+    return t != NULL ? t : st_find(&file->weights.tensors, name + strlen("transformer."));
 }
 
 static const config_only gpt_config_only[] = {{"tie_word_embeddings", "true"}, {NULL, NULL}};
@@ -97,8 +96,8 @@ static inline amp_result gpt_file_shape(gpt_file *file, const char *path) {
     const st_tensor *wte = gpt_file_find(file, "transformer.wte.weight"),
                     *wpe = gpt_file_find(file, "transformer.wpe.weight");
     gpt_config *c = &file->config;
-    if (st_find(&file->tensors, "model.embed_tokens.weight") != NULL)
-        return gpt_read_llama(&file->described, &file->tensors, path, c);
+    if (st_find(&file->weights.tensors, "model.embed_tokens.weight") != NULL)
+        return gpt_read_llama(&file->described, &file->weights.tensors, path, c);
     if (wte == NULL || wpe == NULL || wte->ndim != 2 || wpe->ndim != 2 || wte->shape[1] != wpe->shape[1])
         return ex_fail(AMP_ERR_FORMAT,
                             "%s: not a GPT-2: wte.weight and wpe.weight are missing or do not match", path);
@@ -110,7 +109,7 @@ static inline amp_result gpt_file_shape(gpt_file *file, const char *path) {
         snprintf(name, sizeof name, "transformer.h.%lld.ln_1.weight", (long long)c->layers);
         if (gpt_file_find(file, name) == NULL) break;
     }
-    EX_TRY(config_open(&file->described, &file->tensors, path, &gpt_config_rules));
+    EX_TRY(config_open(&file->described, &file->weights.tensors, path, &gpt_config_rules));
     return gpt_read_config(&file->described, c);
 }
 
@@ -153,16 +152,30 @@ static inline amp_result gpt_file_llmc(gpt_file *file, const char *path) {
 static inline amp_result gpt_file_parse(gpt_file *file, const char *path) {
     if (file->bytes >= 4 && gpt_file_i32((const unsigned char *)file->data) == GPT_LLMC_MAGIC)
         return gpt_file_llmc(file, path);
-    EX_TRY(ex_st(st_open(&file->tensors, file->data, file->bytes)));
+    EX_TRY(ex_st(st_open(&file->weights.tensors, file->data, file->bytes)));
     return gpt_file_shape(file, path);
 }
 
-/* Opens a model file and reads its shape. */
+/* 1: the file begins as llm.c's do. */
+static inline int gpt_file_is_llmc(const char *path) {
+    unsigned char head[4];
+    FILE *in = fopen(path, "rb");
+    size_t n = in != NULL ? fread(head, 1, sizeof head, in) : 0;
+    if (in != NULL) fclose(in);
+    return n == sizeof head && gpt_file_i32(head) == GPT_LLMC_MAGIC;
+}
+
+/* Opens a model's folder, or one file, and reads its shape. */
 static inline amp_result gpt_file_open(gpt_file *file, const char *path) {
     amp_result result;
     memset(file, 0, sizeof *file);
-    EX_TRY(amp_file_read_all(NULL, path, &file->data, &file->bytes));
-    result = gpt_file_parse(file, path);
+    if (gpt_file_is_llmc(path)) {
+        result = amp_file_read_all(NULL, path, &file->data, &file->bytes);
+        if (result == AMP_OK) result = gpt_file_parse(file, path);
+    } else {
+        result = weights_open(&file->weights, path);
+        if (result == AMP_OK) result = gpt_file_shape(file, file->weights.path);
+    }
     if (result != AMP_OK) gpt_file_close(file);
     return result;
 }
@@ -213,7 +226,7 @@ static inline int64_t gpt_file_llmc_offset(const gpt_file *file, const gpt *g, i
 
 /* Refuses a file whose output weights are not the embedding. */
 static inline amp_result gpt_file_check_tied(const gpt_file *file) {
-    const st_tensor *head = st_find(&file->tensors, "lm_head.weight"),
+    const st_tensor *head = st_find(&file->weights.tensors, "lm_head.weight"),
                     *wte = gpt_file_find(file, "transformer.wte.weight");
     if (head == NULL || wte == NULL) return AMP_OK;
     if (head->type == wte->type && head->bytes == wte->bytes && memcmp(head->data, wte->data, wte->bytes) == 0)

@@ -3,9 +3,8 @@
 #ifndef EXAMPLES_LLAMA_FILES_H
 #define EXAMPLES_LLAMA_FILES_H
 
-#include "config.h"
 #include "llama.h"
-#include "model_files.h"
+#include "model_folder.h"
 
 static const config_only llama_config_only[] = {
     {"hidden_act", "\"silu\""}, {"attention_bias", "false"}, {"mlp_bias", "false"}, {"tie_word_embeddings", "false"},
@@ -59,20 +58,16 @@ static inline amp_result llama_open_config(config_model *m, const st_file *tenso
 static inline amp_result llama_load(llama *m, amp_context *amp, const char *path) {
     config_model described = {"", NULL, 0, 0, ""};
     llama_config config;
-    st_file file;
-    void *data;
-    size_t bytes;
+    model_weights file;
     amp_result result;
     memset(m, 0, sizeof *m);
-    EX_TRY(amp_file_read_all(NULL, path, &data, &bytes));
-    result = ex_st(st_open(&file, data, bytes));
-    if (result == AMP_OK) result = llama_open_config(&described, &file, path, &config);
+    EX_TRY(weights_open(&file, path));
+    result = llama_open_config(&described, &file.tensors, file.path, &config);
     if (result == AMP_OK) result = llama_create(m, amp, config, 0);
-    if (result == AMP_OK) result = model_load_params(&file, amp, m->params, m->n_params);
+    if (result == AMP_OK) result = model_load_params(&file.tensors, amp, m->params, m->n_params);
     if (result != AMP_OK) llama_free(m);
     config_close(&described);
-    st_close(&file);
-    amp_file_free(NULL, data, bytes);
+    weights_close(&file);
     return result;
 }
 

@@ -2,9 +2,8 @@
 #ifndef EXAMPLE_SAMPLE_H
 #define EXAMPLE_SAMPLE_H
 
-#include "bpe.h"
 #include "gpt.h"
-#include "model_files.h"
+#include "model_folder.h"
 
 /* How the next token is drawn.  temperature 0: the most likely one; top_k 0: from all tokens. */
 typedef struct sampler {
@@ -81,27 +80,37 @@ static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, i
 
 /* ---- Text.  t: the tokenizer; with t->n 0 the tokens are bytes if the vocabulary is 256, else they are not text. */
 
-static inline int sample_is_bytes(const bpe *t, int64_t vocab) { return t->n == 0 && vocab == 256; }
+static inline int sample_is_bytes(const words_model *t, int64_t vocab) { return t->n == 0 && vocab == 256; }
+
+/* Turns SentencePiece's U+2581 into spaces, in place, without the one at the start. */
+static inline void words_spaces(char *text) {
+    char *out = text, *at;
+    for (at = text; *at != 0; at++) {
+        if (strncmp(at, "\xe2\x96\x81", 3) != 0) { *out++ = *at; continue; }
+        if (at > text) *out++ = ' ';
+        at += 2;
+    }
+    *out = 0;
+}
 
 /* The tokens as text, to be freed; NULL if they are not text, or without memory.  Zeros become spaces. */
-static inline char *sample_text(const bpe *t, int64_t vocab, const int32_t *tokens, int64_t n) {
-    int64_t i, k, length, bytes = 0, used = 0;
-    int plain = sample_is_bytes(t, vocab);
-    char *text;
-    if (t->n == 0 && !plain) return NULL;
-    for (i = 0; i < n; bytes += length, i++)
-        if (plain) length = 1;
-        else bpe_text(t, tokens[i], &length);
-    text = (char *)malloc((size_t)bytes + 1);
-    for (i = 0; i < n && text != NULL; i++) {
-        char byte = (char)tokens[i];
-        const char *piece = &byte;
+static inline char *sample_text(const words_model *t, int64_t vocab, const int32_t *tokens, int64_t n) {
+    json_buffer b = {NULL, 0, 0, 0};
+    int64_t i, length;
+    char room[8];
+    if (t->n == 0 && !sample_is_bytes(t, vocab)) return NULL;
+    json_put(&b, "", 0);
+    for (i = 0; i < n; i++) {
+        const char *piece = room;
+        room[0] = (char)tokens[i];
         length = 1;
-        if (!plain) piece = bpe_text(t, tokens[i], &length);
-        for (k = 0; k < length; k++) text[used++] = piece[k] != 0 ? piece[k] : ' ';
+        if (t->n > 0) piece = words_text(t, tokens[i], room, &length);
+        json_put(&b, piece != NULL ? piece : "", (size_t)length);
     }
-    if (text != NULL) text[used] = 0;
-    return text;
+    for (i = 0; i < (int64_t)b.used && !b.failed; i++) if (b.text[i] == 0) b.text[i] = ' ';
+    if (t->pairs.characters && !b.failed) words_spaces(b.text);
+    if (b.failed) free(b.text);
+    return b.failed ? NULL : b.text;
 }
 
 /* Prints a text with '?' for what is no character, or one that moves the cursor. */
@@ -116,24 +125,22 @@ static inline void sample_print(const char *text) {
     }
 }
 
-/* A prompt's tokens; of an empty one the separator of texts, or a line's end.  tokens: space for the prompt's bytes, at
-   least 1. */
-static inline amp_result sample_prompt(bpe *t, int64_t vocab, const char *prompt, int32_t *tokens, int64_t *n) {
+/* A prompt's tokens; of an empty one the separator of texts, or a line's end.  tokens: space for the prompt's bytes and
+   WORDS_PARTS more. */
+static inline amp_result sample_prompt(words_model *t, int64_t vocab, const char *prompt, int32_t *tokens, int64_t *n) {
     const char *text = *prompt != 0 ? prompt : "\n";
     int64_t i, bytes = (int64_t)strlen(text);
-    uint16_t *encoded;
-    amp_result result;
     *n = 1;
     tokens[0] = (int32_t)vocab - 1;
     if (sample_is_bytes(t, vocab)) for (i = 0, *n = bytes; i < bytes; i++) tokens[i] = (unsigned char)text[i];
     if (t->n == 0) return AMP_OK;
-    if (*prompt == 0 && t->end_of_text >= 0) { tokens[0] = t->end_of_text; return AMP_OK; }
-    encoded = (uint16_t *)malloc((size_t)bytes * sizeof *encoded);
-    if (encoded == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the prompt");
-    result = ex_st(bpe_encode(t, text, bytes, encoded, n));
-    for (i = 0; i < *n && result == AMP_OK; i++) tokens[i] = encoded[i];
-    free(encoded);
-    return result;
+    if (*prompt == 0 && words_find(t, "<|endoftext|>") >= 0) {
+        tokens[0] = words_find(t, "<|endoftext|>");
+        return AMP_OK;
+    }
+    *n = words_encode(t, text, bytes, NULL, 0, bytes + WORDS_PARTS, tokens, NULL);
+    if (*n == 0) return ex_fail(AMP_ERR_RANGE, "the prompt has no tokens");
+    return *n > 0 ? AMP_OK : AMP_ERR_MEMORY;
 }
 
 #endif

@@ -6,8 +6,9 @@
  *     ./train_classifier --resume out/classifier/model       continues exactly where it stopped
  *     ./train_classifier --compat       BERT, RoBERTa, XLM-R, ELECTRA, DeBERTa and Longformer in every precision
  *
- * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  model.safetensors is as Hugging Face
- * writes it, with its vocab.txt and config.json beside it.  On a GPU and on several processes: as train_gpt.c.
+ * reviews.tsv has one text a line, "label<TAB>text"; labels are numbers or names.  The model's folder is as Hugging
+ * Face writes it, with its tokenizer and config.json (model_folder.h).  On a GPU and on several processes: as
+ * train_gpt.c.
  *
  * Read it from the bottom: main, then train, then train_batch.  Mixed precision is open_context, training_open_scaler
  * and open_optimizer, which set it up, model_tape_begin, the region, forward_loss, the gradient at its scale, and
@@ -17,7 +18,6 @@
 #include "encoder_files.h"
 #include "progress.h"
 #include "training_report.h"
-#include "wordpiece.h"
 
 /* ==== Flags ====================================================================================== */
 
@@ -43,8 +43,9 @@ static const flag_row model_flags[] = {
     {"classes", FLAG_INTEGER, FIELD(classes), "auto", 2, 65536, "auto=0",
      "The number of labels. With auto, it is as many as the data has."},
     {"vocab", FLAG_TEXT, FIELD(vocab), "", 0, 0, NULL,
-     "The vocab.txt of WordPiece. If empty, it is the one beside --init, and without one, bytes are the tokens. The "
-     "made-up sentences have their own."},
+     "The tokenizer: a tokenizer.json, a vocab.txt of WordPiece, or a vocab.json with merges.txt beside it. With "
+     "bytes, bytes are the tokens. If empty, it is the one beside --init, and bytes without --init. The made-up "
+     "sentences have their own."},
     {"cased", FLAG_SWITCH, FIELD(cased), "off", 0, 0, NULL, "Says that the vocabulary has upper case and accents."},
     {"seq", FLAG_INTEGER, FIELD(seq), "128", 2, 1 << 20, NULL,
      "The largest number of tokens in a text, with [CLS] and [SEP]. Longer texts are cut."},
@@ -63,7 +64,8 @@ static const flag_row model_flags[] = {
     {"dropout", FLAG_NUMBER, FIELD(dropout), "0.1", 0, 0.95, NULL,
      "The dropout rate of embeddings, branches and the head."},
     {"init", FLAG_TEXT, FIELD(init), "", 0, 0, NULL,
-     "Starts from the weights in this safetensors file of a BERT or an ELECTRA, with its config.json beside it."},
+     "Starts from the model in this folder, or this file with its config.json beside it: a BERT, RoBERTa, XLM-R, "
+     "CamemBERT, ELECTRA, Longformer or DeBERTa v2 or v3."},
 
     {"Precision", FLAG_HEADING, 0, NULL, 0, 0, NULL, NULL},
     {"precision", FLAG_SETTING, FIELD(training.amp), "auto", 0, 0, "dtype",
@@ -258,8 +260,8 @@ static amp_result settle_labels(const settings *set, label_names *l, text_set *s
     return AMP_OK;
 }
 
-/* Every text becomes [CLS] tokens [SEP], at most seq long. */
-static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) {
+/* Every text becomes [CLS] tokens [SEP], or what the tokenizer has for them, at most seq long. */
+static amp_result text_set_encode(text_set *t, words_model *w, int64_t seq) {
     int64_t i, used = 0, capacity = 0;
     for (i = 0; i < t->n; i++) {
         text_item *item = &t->items[i];
@@ -271,9 +273,9 @@ static amp_result text_set_encode(text_set *t, const wordpiece *w, int64_t seq) 
             if (more == NULL) return ex_fail(AMP_ERR_MEMORY, "no memory for the tokens");
             t->tokens = more;
         }
-        t->tokens[used] = w->begin;
-        n = 1 + wordpiece_encode(w, text, item->length, t->tokens + used + 1, seq - 2);
-        t->tokens[used + n++] = w->end;
+        n = words_encode(w, text, item->length, NULL, 0, seq, t->tokens + used, NULL);
+        if (n < 0) return AMP_ERR_MEMORY;
+        if (n == 0) t->tokens[used + n++] = w->pad;         /* an empty text, and a tokenizer that adds nothing */
         item->at = used;
         item->length = n;
         used += n;
@@ -366,7 +368,7 @@ typedef struct run {
     int64_t *order;                 /* of texts: without --valid, those to evaluate on come last */
     int64_t n_train, n_valid, classes;
     uint32_t crc;                   /* of the file of texts */
-    wordpiece tokenizer;
+    words_model tokenizer;
     encoder_file file;              /* of --init; data NULL: none */
     encoder model;
     int n_fp8;                      /* weights that compute in fp8 */
@@ -494,25 +496,26 @@ static amp_result open_data(run *r) {
                                         (long long)r->texts.n);
 }
 
-/* --vocab, or the vocab.txt beside --init, or that of the made-up sentences, or bytes. */
+/* Opens --init, and the tokenizer: --vocab, or the one beside --init, or that of the made-up sentences, or bytes. */
 static amp_result open_tokenizer(run *r) {
     const settings *set = &r->set;
-    const char *slash = strrchr(set->init, '/');
     char why[400];
-    if (*set->vocab != 0) snprintf(r->vocab, sizeof r->vocab, "%.4000s", set->vocab);
-    else if (*set->init != 0) {
-        snprintf(r->vocab, sizeof r->vocab, "%.*svocab.txt", slash != NULL ? (int)(slash - set->init) + 1 : 0,
-                 set->init);
-        if (access(r->vocab, R_OK) != 0) r->vocab[0] = 0;
-    }
-    if (r->vocab[0] == 0 && *set->data == 0)
+    int bytes = strcmp(set->vocab, "bytes") == 0, beside = *set->vocab == 0 && *set->init != 0;
+    amp_result result;
+    if (!bytes) snprintf(r->vocab, sizeof r->vocab, "%.4000s", set->vocab);
+    if (!bytes && !beside && r->vocab[0] == 0 && *set->data == 0)
         EX_TRY(training_data_path(&set->training, "", "/classifier/vocab.txt", make_vocabulary, r->vocab));
-    if (r->vocab[0] == 0 && set->cased)
+    if (*set->init != 0 && encoder_file_open(&r->file, set->init) != AMP_OK)
+        return flag_refuse("init", "%s", ex_because(why));
+    if (!beside && r->vocab[0] == 0 && set->cased)
         return flag_refuse("cased", "needs a vocabulary, because bytes keep their case: drop it, or give --vocab");
-    if (r->vocab[0] == 0) wordpiece_bytes(&r->tokenizer);
-    else if (ex_st(wordpiece_open(&r->tokenizer, r->vocab, (int)set->cased)) != AMP_OK)
-        return flag_refuse(*set->vocab != 0 ? "vocab" : "init", "%s", ex_because(why));
-    return AMP_OK;
+    if (beside) {
+        result = words_open(&r->tokenizer, r->file.weights.path, (int)set->cased);
+        snprintf(r->vocab, sizeof r->vocab, "%.4000s", r->tokenizer.path);
+    } else if (r->vocab[0] == 0) result = words_bytes(&r->tokenizer, 1);
+    else result = words_open_file(&r->tokenizer, r->vocab, NULL, (int)set->cased);
+    return result == AMP_OK ? AMP_OK : flag_refuse(beside ? "init" : "vocab", "%s%s", ex_because(why), beside &&
+                                                   result == AMP_ERR_OPEN ? "; give --vocab" : "");
 }
 
 typedef struct model_size { const char *name; int64_t layers, heads, hidden; } model_size;
@@ -592,17 +595,12 @@ static amp_result adopt_labels(run *r) {
 static amp_result shape_from_file(run *r, encoder_config *c) {
     const settings *set = &r->set;
     char why[400];
-    if (encoder_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     *c = r->file.config;
-    if (c->family != ENCODER_BERT && c->family != ENCODER_ELECTRA)
-        return flag_refuse("init", "a model of type %s has tokens of another kind, and this program has WordPiece only",
-                      encoder_kinds[c->family].name);
-    if (r->tokenizer.n > c->vocab)
-        return flag_refuse(*set->vocab != 0 ? "vocab" : "init",
-                      "the tokenizer has %lld tokens, and the model of --init only %lld%s", (long long)r->tokenizer.n,
-                      (long long)c->vocab, r->vocab[0] == 0 ? ": its tokens are bytes, so give --vocab" : "");
-    if (set->seq > c->positions)
-        return flag_refuse("seq", "the model of --init has %lld positions", (long long)c->positions);
+    if (words_check(&r->tokenizer, c->vocab) != AMP_OK)
+        return flag_refuse(*set->vocab != 0 ? "vocab" : "init", "%s", ex_because(why));
+    if (set->seq > c->positions - encoder_kinds[c->family].first)
+        return flag_refuse("seq", "the model of --init has %lld positions",
+                           (long long)(c->positions - encoder_kinds[c->family].first));
     EX_TRY(check_shape(set, c));
     EX_TRY(adopt_labels(r));
     snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
@@ -721,7 +719,7 @@ static void close_run(run *r) {
     text_set_close(&r->texts);
     text_set_close(&r->valid);
     label_names_close(&r->labels);
-    wordpiece_close(&r->tokenizer);
+    words_close(&r->tokenizer);
     free(r->order); free(r->host);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
@@ -1024,8 +1022,7 @@ static void print_run(const run *r) {
     else if (r->fresh > 0)
         printf("  head        %s initialised: the file has no layer for %lld classes\n",
                r->fresh > 2 ? "both layers" : "the last layer", (long long)r->classes);
-    printf("  tokens      %s%s%s\n", r->vocab[0] != 0 ? "WordPiece of " : "bytes", r->vocab,
-           r->tokenizer.cased ? ", cased" : "");
+    printf("  tokens      %s%s%s\n", words_kind_name(&r->tokenizer), r->vocab[0] != 0 ? " of " : "", r->vocab);
     printf("  data        %s: %s texts to train on, %s to evaluate on%s%s, %lld classes", r->data,
            progress_grouped(r->n_train, a, sizeof a), progress_grouped(r->n_valid, b,
                                                                        sizeof b), *set->valid != 0 ? " from " : "",
@@ -1057,9 +1054,7 @@ static amp_result save_weights(run *r) {
     printf("saved %s and %s.state\n", path, r->save);
     if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
     EX_TRY(encoder_save_config(&r->model, path));
-    (void)training_beside(r->save, "vocab.txt", path, sizeof path);
-    if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
-    return ex_file_write(path, r->tokenizer.text, r->tokenizer.text_bytes);
+    return words_save(&r->tokenizer, path);
 }
 
 /* ==== The architectures in every precision ======================================================= */

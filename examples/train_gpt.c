@@ -549,7 +549,7 @@ static void print_run(const run *r) {
     if (r->described[0] != 0) printf("  config.json %s\n", r->described);
     if (ranks.world > 1) printf("  ranks       %d\n", (int)ranks.world);
     if (r->tokenizer.n > 0)
-        printf("  tokenizer   %s: %s tokens\n", set->tokenizer, progress_grouped(r->tokenizer.n, a, sizeof a));
+        printf("  tokenizer   %s: %s tokens\n", r->tokenizer.path, progress_grouped(r->tokenizer.n, a, sizeof a));
     printf("  data        %s: %s tokens, %s to train on, %s to validate\n", r->data,
            progress_grouped(r->info.tokens, a, sizeof a), progress_grouped(r->split, b, sizeof b),
            progress_grouped(r->info.tokens - r->split, d, sizeof d));
@@ -615,7 +615,7 @@ static amp_result print_stream(run *r, double loss) {
 static amp_result print_sample(run *r) {
     const settings *set = &r->set;
     int64_t n = 0, i, vocab = r->model.config.vocab;
-    int32_t *tokens = (int32_t *)malloc((strlen(set->prompt) + 1 + (size_t)set->sample) * sizeof *tokens);
+    int32_t *tokens = (int32_t *)malloc((strlen(set->prompt) + WORDS_PARTS + (size_t)set->sample) * sizeof *tokens);
     sampler how;
     amp_result result = tokens != NULL ? sample_prompt(&r->tokenizer, vocab, set->prompt, tokens, &n)
                                        : ex_fail(AMP_ERR_MEMORY, "no memory for the sample");

@@ -35,8 +35,8 @@ static const flag_row model_flags[] = {
      "The format of the data: llmc for llm.c token files, u16 for raw 16-bit tokens, or bytes. With auto, the "
      "content of the file decides."},
     {"tokenizer", FLAG_PATHS, FIELD(tokenizer), "", 0, 0, NULL,
-     "The files vocab.json and merges.txt of a GPT-2. With them, text becomes tokens, in OUT/tokens.bin, and the "
-     "sample becomes text again."},
+     "The files vocab.json and merges.txt of a GPT-2. If empty, the tokenizer is that beside --init. With it, text "
+     "becomes tokens, in OUT/tokens.bin, and the sample becomes text again."},
     {"vocab", FLAG_INTEGER, FIELD(vocab), "auto", 1, 1 << 24, "auto=0",
      "The number of tokens in the vocabulary. With auto, it is that of the tokenizer, 256 for bytes, or else 50257."},
     {"validation", FLAG_NUMBER, FIELD(validation), "0.1", 1e-6, 0.9, NULL,

@@ -13,7 +13,7 @@
 
 typedef struct run {
     settings set;
-    bpe tokenizer;            /* n 0: none */
+    words_model tokenizer;               /* n 0: none */
     profile profile;
     char data[PATH_MAX], save[PATH_MAX], metrics_path[PATH_MAX];    /* save "": nothing */
     amp_context *amp;
@@ -123,18 +123,40 @@ static amp_result probe_data(run *r) {
     return result;
 }
 
-/* Opens --tokenizer, and turns text data into a token file. */
+/* Opens --tokenizer, or the tokenizer beside --resume or --init; without these, bytes are the tokens of a text.  A
+   model of 256 tokens may come without one. */
+static amp_result find_tokenizer(run *r) {
+    const settings *set = &r->set;
+    const char *comma = strchr(set->tokenizer, ','), *beside[2];
+    char path[PATH_MAX], why[400];
+    int i;
+    if (*set->tokenizer != 0) {
+        if (comma == NULL || comma[1] == 0)
+            return flag_refuse("tokenizer", "takes two files, vocab.json and merges.txt");
+        snprintf(path, sizeof path, "%.*s", (int)(comma - set->tokenizer < 4000 ? comma - set->tokenizer : 4000),
+                 set->tokenizer);
+        return words_open_file(&r->tokenizer, path, comma + 1, 0) == AMP_OK
+                   ? AMP_OK : flag_refuse("tokenizer", "%s", ex_because(why));
+    }
+    beside[0] = set->training.resume; beside[1] = set->init;
+    for (i = 0; i < 2; i++) {
+        if (*beside[i] == 0) continue;
+        EX_TRY(weights_path(beside[i], path));
+        if (words_open(&r->tokenizer, path, 0) == AMP_OK) return AMP_OK;
+        if (strstr(ex_error(), "has no tokenizer") == NULL)
+            return flag_refuse(i ? "init" : "resume", "%s", ex_because(why));
+    }
+    if (*set->init != 0 || (set->vocab != 0 && set->vocab != 256)) return AMP_OK;
+    return r->info.format == AMP_TOKENS_BYTES ? words_bytes(&r->tokenizer, 0) : AMP_OK;
+}
+
+/* Opens the tokenizer, and turns text data into a token file. */
 static amp_result open_tokenizer(run *r) {
-    const char *comma = strchr(r->set.tokenizer, ',');
-    char vocab[PATH_MAX], tokens[PATH_MAX], why[400];
+    char tokens[PATH_MAX], why[400];
     glob_t found;
     amp_result result = AMP_OK;
-    if (comma == NULL || comma[1] == 0) return flag_refuse("tokenizer", "takes two files, vocab.json and merges.txt");
-    snprintf(vocab, sizeof vocab, "%.*s", (int)(comma - r->set.tokenizer < 4000 ? comma - r->set.tokenizer : 4000),
-             r->set.tokenizer);
-    if (ex_st(bpe_open(&r->tokenizer, vocab, comma + 1)) != AMP_OK)
-        return flag_refuse("tokenizer", "%s", ex_because(why));
-    if (r->info.format != AMP_TOKENS_BYTES) return AMP_OK;
+    EX_TRY(find_tokenizer(r));
+    if (r->info.format != AMP_TOKENS_BYTES || r->tokenizer.n == 0 || words_are_bytes(&r->tokenizer)) return AMP_OK;
     snprintf(tokens, sizeof tokens, "%.4000s/tokens.bin", r->set.training.out);
     if (ranks.rank == 0) {
         char *file = r->data;
@@ -159,7 +181,7 @@ static amp_result open_data(run *r) {
     int64_t validation, per_batch = set->batch * set->seq * ranks.world;
     EX_TRY(training_data_path(&set->training, set->data, "/corpus.txt", write_own_text, r->data));
     EX_TRY(probe_data(r));
-    if (*set->tokenizer != 0) EX_TRY(open_tokenizer(r));
+    EX_TRY(open_tokenizer(r));
     validation = (int64_t)(set->validation * (double)r->info.tokens);
     if (validation < set->seq + 1) validation = set->seq + 1;
     r->split = r->info.tokens - validation;
@@ -300,9 +322,11 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     } else EX_TRY(shape_from_flags(r, &config));
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(set, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
-    if (result == AMP_OK && r->tokenizer.n > config.vocab)
-        result = flag_refuse("tokenizer", "has tokens up to %lld, and the model has only %lld tokens",
-                             (long long)r->tokenizer.n - 1, (long long)config.vocab);
+    if (result == AMP_OK && words_check(&r->tokenizer, config.vocab) != AMP_OK)
+        result = flag_refuse("tokenizer", "%s", ex_because(why));
+    if (result == AMP_OK && from_file && resumed == NULL && r->tokenizer.n == 0 && config.vocab != 256 &&
+        r->info.format == AMP_TOKENS_BYTES)
+        result = flag_refuse("init", "the folder has no tokenizer: give --tokenizer, or data that is tokens already");
     config.batch = set->batch;
     config.seq = set->seq;
     config.dropout = (float)set->dropout;
@@ -580,7 +604,7 @@ static void close_run(run *r) {
     gpt_destroy(&r->model);
     gpt_file_close(&r->file);
     amp_loader_destroy(r->loader);
-    bpe_close(&r->tokenizer);
+    words_close(&r->tokenizer);
     amp_close(r->amp);
     memset(r, 0, sizeof *r);
 }
@@ -649,7 +673,9 @@ static amp_result save_weights(run *r) {
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
-    return training_beside(r->save, "config.json", path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
+    if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
+    EX_TRY(gpt_save_config(&r->model, path));
+    return words_save(&r->tokenizer, path);
 }
 
 static amp_result save_run(run *r) {
@@ -665,7 +691,7 @@ static int weights_are_old(const run *r) {
     if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     if (gpt_file_open(&file, path) != AMP_OK) return 1;
-    if (file.tensors.metadata.at != NULL) json_find(file.tensors.metadata, "step", step, sizeof step);
+    if (file.weights.tensors.metadata.at != NULL) json_find(file.weights.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
     return atoll(step) != r->step ||
            (training_beside(r->save, "config.json", path, sizeof path) && access(path, R_OK) != 0);

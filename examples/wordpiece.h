@@ -4,15 +4,15 @@
  * the vocabulary is cased, split at spaces, at punctuation and around ideographs, and each word is cut from the left
  * into the longest known pieces, with "##" before all but the first; a word that cannot be cut, or has more than 100
  * characters, is [UNK].  As BertTokenizer, except that CJK compatibility ideographs stay unchanged and "[SEP]" in a
- * text is three tokens like any other.  wordpiece_open, wordpiece_encode, wordpiece_close; wordpiece_bytes instead of
- * wordpiece_open: bytes are the tokens.  st_error says why a call failed. */
+ * text is three tokens like any other (model_folder.h finds such tokens first).  wordpiece_open, wordpiece_encode,
+ * wordpiece_close; st_error says why a call failed. */
 #ifndef EXAMPLE_WORDPIECE_H
 #define EXAMPLE_WORDPIECE_H
 
 #include "safetensors.h"
 
-/* Characters of a word; the token of byte 0; bytes of a line. */
-enum { WORDPIECE_LONGEST = 100, WORDPIECE_BYTES = 4, WORDPIECE_LINE = 8192 };
+/* Characters of a word; bytes of a line. */
+enum { WORDPIECE_LONGEST = 100, WORDPIECE_LINE = 8192 };
 
 typedef struct wordpiece_span { int64_t at; int32_t length; } wordpiece_span;
 
@@ -20,7 +20,7 @@ typedef struct wordpiece {
     int64_t n;                      /* tokens */
     int32_t pad, unknown, begin, end;           /* [PAD], [UNK], [CLS], [SEP] */
     int cased;
-    char *text;                     /* of the file; NULL: bytes */
+    char *text;                     /* of the file */
     size_t text_bytes;
     wordpiece_span *tokens;
     int32_t *slots;                 /* hash table, -1: empty */
@@ -32,13 +32,6 @@ static inline void wordpiece_close(wordpiece *w) {
     free(w->text);
     free(w->tokens); free(w->slots);
     memset(w, 0, sizeof *w);
-}
-
-/* Bytes as tokens, after [PAD], [UNK], [CLS] and [SEP]. */
-static inline void wordpiece_bytes(wordpiece *w) {
-    memset(w, 0, sizeof *w);
-    w->n = WORDPIECE_BYTES + 256;
-    w->unknown = 1; w->begin = 2; w->end = 3;
 }
 
 /* The slot of `prefix` and `bytes` together: that of their token, or the empty one where it would go. */
@@ -258,6 +251,7 @@ static const uint32_t piece_classes[] = {
 
 static inline int piece_class(uint32_t code) {
     size_t low = 0, high = sizeof piece_classes / sizeof *piece_classes;
+    if ((code & 0xfffe) == 0xfffe || (code >= 0xfdd0 && code < 0xfdf0)) return PIECE_OTHER;    /* noncharacters */
     while (high - low > 1) {
         size_t middle = (low + high) / 2;
         if (piece_classes[middle] >> 3 <= code) low = middle;
@@ -356,8 +350,7 @@ static inline int64_t wordpiece_encode(const wordpiece *w, const char *text, int
     word.bytes = word.characters = word.used = 0;
     word.out = out;
     word.most = most;
-    if (w->text == NULL) for (at = 0; at < n; at++) piece_emit(&word, WORDPIECE_BYTES + (unsigned char)text[at]);
-    for (at = 0; w->text != NULL && at < n && word.used < most; at += length) {
+    for (at = 0; at < n && word.used < most; at += length) {
         uint32_t code, folded[3];
         int kind, count, i;
         length = utf8_read(text + at, n - at, &code);

@@ -131,7 +131,10 @@ refused "--vocab /nonexistent" --vocab /nonexistent
 refused "--init /nonexistent" --init /nonexistent
 refused "not a safetensors file" --init "$work/not.safetensors"
 refused "short.safetensors" --init "$work/short.safetensors"
-refused "the model of --init only" --init "$saved/model.safetensors" --vocab tests/torch/golden/wordpiece_vocab.txt
+refused "the model only" --init "$saved/model.safetensors" --vocab tests/torch/golden/wordpiece_vocab.txt --cased
+refused "it has upper case, but nothing says so" --init "$saved/model.safetensors" --vocab tests/torch/golden/wordpiece_vocab.txt
+mkdir "$work/bare"; cp "$saved/model.safetensors" "$saved/config.json" "$work/bare"
+refused "bare/ has no tokenizer: no tokenizer.json" --init "$work/bare"
 refused "positions" --init "$saved/model.safetensors" --seq 600
 mkdir "$work/nothing"
 printf '\002\0\0\0\0\0\0\0{}' > "$work/nothing/model.safetensors"

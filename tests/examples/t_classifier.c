@@ -360,10 +360,11 @@ TEST(same_pieces_as_transformers) {
 
 /* A word of random bytes, of any length, gives tokens of the vocabulary; so does a text that is cut. */
 TEST(any_bytes_give_tokens) {
-    wordpiece w, bytes;
+    wordpiece w;
+    words_model bytes;
     int32_t tokens[300], cut[300];
     CHECK_OK(wordpiece_open(&w, AMPT_GOLDEN "/wordpiece_vocab.txt", 0));
-    wordpiece_bytes(&bytes);
+    CHECK_OK(words_bytes(&bytes, 1));
     for (uint64_t round = 0; round < 500; round++) {
         int64_t n = 1 + (int64_t)round % 257, count, most = (int64_t)round % 40, i;
         char *text = (char *)room_for(n);       /* exactly as long, so that a sanitizer sees a byte too many */
@@ -376,12 +377,12 @@ TEST(any_bytes_give_tokens) {
         CHECK(count <= n);
         for (i = 0; i < count; i++) CHECK(tokens[i] >= 0 && tokens[i] < w.n);
         CHECK_EQ(wordpiece_encode(&w, text, n, cut, most), count < most ? count : most);
-        CHECK_EQ(wordpiece_encode(&bytes, text, n, tokens, 300), n);
-        for (i = 0; i < n; i++) CHECK(tokens[i] == WORDPIECE_BYTES + (unsigned char)text[i]);
+        CHECK_EQ(words_encode(&bytes, text, n, NULL, 0, 300, tokens, NULL), n + 2);
+        for (i = 0; i < n; i++) CHECK(tokens[i + 1] == 4 + (unsigned char)text[i]);
         free(text);
     }
     wordpiece_close(&w);
-    wordpiece_close(&bytes);
+    words_close(&bytes);
 }
 
 /* ---- Files of the tests */
@@ -480,12 +481,13 @@ TEST(labelled_text) {
 TEST(texts_are_cut) {
     text_set t;
     label_names l;
-    wordpiece w;
-    wordpiece_bytes(&w);
+    words_model w;
+    CHECK_OK(words_bytes(&w, 1));
     CHECK_OK(read_labelled("a\tabcdef\nb\tx\na\t\n", &t, &l));
     CHECK_OK(text_set_encode(&t, &w, 5));
     CHECK(t.items[0].length == 5 && t.items[1].length == 3 && t.items[2].length == 2 && t.items[2].at == 8);
-    CHECK(t.tokens[0] == w.begin && t.tokens[3] == WORDPIECE_BYTES + 'c' && t.tokens[4] == w.end && t.tokens[7] == w.end && t.tokens[9] == w.end);
+    CHECK(t.tokens[0] == 2 && t.tokens[3] == 4 + 'c' && t.tokens[4] == 3 && t.tokens[7] == 3 && t.tokens[9] == 3);
+    words_close(&w);
     text_set_close(&t);
     label_names_close(&l);
 }

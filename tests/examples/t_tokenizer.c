@@ -23,7 +23,7 @@ static const char *scratch(const char *name) {
 static void write_text(const char *path, const char *text, size_t bytes) { CHECK_OK(amp_file_write_atomic(NULL, path, text, bytes)); }
 
 /* The bytes of the tokens; returns how many. */
-static int64_t decode(const bpe *t, const uint16_t *tokens, int64_t n, char *out) {
+static int64_t decode(const bpe *t, const int32_t *tokens, int64_t n, char *out) {
     int64_t used = 0, i, length;
     for (i = 0; i < n; i++) {
         const char *text = bpe_text(t, tokens[i], &length);
@@ -38,7 +38,7 @@ static int hex_digit(int c) { return c <= '9' ? c - '0' : c - 'a' + 10; }
 
 TEST(same_tokens_as_transformers) {
     static char line[1 << 16], text[1 << 14], back[1 << 16];
-    static uint16_t tokens[1 << 14];
+    static int32_t tokens[1 << 14];
     bpe t;
     FILE *file = fopen(AMPT_GOLDEN "/tokenizer.txt", "r");
     int cases = 0;
@@ -70,7 +70,7 @@ TEST(same_tokens_as_transformers) {
 TEST(any_bytes_come_back) {
     enum { LONG = 1 << 20 };
     char *text = (char *)malloc(LONG), *back = (char *)malloc(LONG);
-    uint16_t *tokens = (uint16_t *)malloc(LONG * sizeof *tokens);
+    int32_t *tokens = (int32_t *)malloc(LONG * sizeof *tokens);
     int64_t count, n, round, i;
     bpe t;
     CHECK_OK(bpe_open(&t, vocab_path, merges_path));
@@ -110,7 +110,7 @@ static size_t small_vocab(char *out, size_t size, const char *more) {
 TEST(escapes_and_added_tokens) {
     static char text[1 << 14];
     const char *vocab = scratch("vocab.json"), *merges = scratch("merges.txt");
-    uint16_t tokens[16];
+    int32_t tokens[16];
     int64_t count, length;
     bpe t;
     write_text(vocab, text, small_vocab(text, sizeof text, "\"\\ud83d\\ude00 x\": 300, \"ab\": 256, \"\\u0120ab\": 400"));
@@ -139,7 +139,7 @@ static void refused(const char *vocab, const char *merges, const char *named, co
 
 TEST(bad_files_are_refused_by_name) {
     static const struct { const char *more, *why; } vocabs[] = {
-        {"\"ab\": 7", "this number"}, {"\"ab\": -1", "0 to 65535"}, {"\"ab\": 65536", "0 to 65535"}, {"\"ab\": 99999999999999999999", "followed by"},
+        {"\"ab\": 7", "this number"}, {"\"ab\": -1", "0 to 4194303"}, {"\"ab\": 4194304", "0 to 4194303"}, {"\"ab\": 99999999999999999999", "followed by"},
         {"\"ab\": \"7\"", "followed by"}, {"\"ab\" 300", "followed by"}, {"\"a\": 300", "twice"}, {"\"\": 300", "empty"}, {"\"\\ud83d\": 300", "not a string"},
         {"\"\\ud83dx\": 300", "not a string"}, {"\"\\ude00\": 300", "not a string"}, {"\"\\u00g0\": 300", "not a string"}, {"\"\\q\": 300", "not a string"},
         {"\"ab\": 300,", "not a string"}, {"\"ab\": 300 \"c\": 301", "JSON object"}, {"\"ab\": 300} x", "JSON object"}, {"ab: 300", "not a string"},
@@ -186,7 +186,7 @@ TEST(damaged_files) {
             copy[words[0] % bytes] = pieces[words[1] % (sizeof pieces - 1)];
             write_text(broken[which], copy, round % 2 ? bytes : words[2] % bytes);
             if (bpe_open(&t, which == 0 ? broken[0] : vocab_path, which == 1 ? broken[1] : merges_path) == AMP_OK) {
-                uint16_t tokens[64];
+                int32_t tokens[64];
                 int64_t count;
                 CHECK_OK(bpe_encode(&t, "the model's layers", 18, tokens, &count));
                 bpe_close(&t);
@@ -205,16 +205,16 @@ TEST(token_files) {
     static const char text[] = "the model's layers";
     const char *a = scratch("a.txt"), *out = scratch("tokens.bin");
     char *paths[2];
-    uint16_t tokens[64];
+    int32_t tokens[64];
     int64_t count = 0;
     unsigned char *file;
     void *data = NULL;
     size_t bytes = 0;
-    bpe t;
-    CHECK_OK(bpe_open(&t, vocab_path, merges_path));
+    words_model t;
+    CHECK_OK(words_open_file(&t, vocab_path, merges_path, 0));
     write_text(a, text, sizeof text - 1);
     paths[0] = paths[1] = (char *)(size_t)a;
-    CHECK_OK(bpe_encode(&t, text, sizeof text - 1, tokens, &count));
+    CHECK_OK(bpe_encode(&t.pairs, text, sizeof text - 1, tokens, &count));
     CHECK_OK(token_files_write(&t, paths, 2, out));
     CHECK_OK(amp_file_read_all(NULL, out, &data, &bytes));
     file = (unsigned char *)data;
@@ -222,11 +222,121 @@ TEST(token_files) {
     CHECK(gpt_file_i32(file) == 20240520 && gpt_file_i32(file + 4) == 1 && gpt_file_i32(file + 8) == 2 * (count + 1));
     for (int64_t i = 0; i < 2 * (count + 1); i++) {
         int64_t k = i % (count + 1);
-        CHECK_EQ(file[1024 + 2 * i] | file[1025 + 2 * i] << 8, k == 0 ? t.end_of_text : tokens[k - 1]);
+        CHECK_EQ(file[1024 + 2 * i] | file[1025 + 2 * i] << 8, k == 0 ? t.pairs.end_of_text : tokens[k - 1]);
     }
     amp_file_free(NULL, data, bytes);
     remove(a); remove(out);
-    bpe_close(&t);
+    words_close(&t);
+}
+
+/* A word of hex digits as bytes, to be freed; "+" is an empty text, "-" none. */
+static char *unhex(const char *word, int64_t *n) {
+    int64_t i, digits = (int64_t)strlen(word) / 2;
+    char *text = (char *)calloc((size_t)digits + 1, 1), two[3] = "";
+    for (i = 0; i < digits; i++) {
+        memcpy(two, word + 2 * i, 2);
+        text[i] = (char)strtol(two, NULL, 16);
+    }
+    *n = digits;
+    return text;
+}
+
+/* The tokens and types of the tokenizers library for every kind of tokenizer.json.  Golden data:
+   tests/torch/oracle/tokenizers_of_folders.py */
+TEST(same_tokens_as_a_folder) {
+    static char line[1 << 16];
+    static int32_t ids[1 << 12], types[1 << 12];
+    FILE *golden = fopen(AMPT_GOLDEN "/tokenizers.txt", "r");
+    char open[32] = "", path[256];
+    int64_t lines = 0;
+    words_model w;
+    memset(&w, 0, sizeof w);
+    CHECK(golden != NULL);
+    while (golden != NULL && fgets(line, sizeof line, golden) != NULL) {
+        char *name = strtok(line, " "), *a = strtok(NULL, " "), *b = strtok(NULL, " "), *word;
+        int64_t n, m, count, i = 0;
+        char *first = unhex(a, &n), *second = unhex(b, &m);
+        if (strcmp(name, open) != 0) {
+            words_close(&w);
+            snprintf(path, sizeof path, AMPT_GOLDEN "/tokenizers/%s.json", name);
+            CHECK_OK(words_open_file(&w, path, NULL, 0));
+            snprintf(open, sizeof open, "%s", name);
+        }
+        count = words_encode(&w, first, n, *b == '-' ? NULL : second, m, 1 << 12, ids, types);
+        while ((word = strtok(NULL, " \n")) != NULL && *word != '|') {
+            CHECK_MSG(i < count && ids[i] == atoi(word), "%s %s: token %d", name, a, (int)i);
+            i++;
+        }
+        CHECK_MSG(i == count, "%s %s: %d tokens, expected %d", name, a, (int)count, (int)i);
+        for (word = strtok(NULL, " \n"), i = 0; word != NULL && word[i] != 0; i++) CHECK_EQ(types[i], word[i] - '0');
+        free(first); free(second);
+        lines++;
+    }
+    CHECK_EQ(lines, 7 * 60);
+    words_close(&w);
+    if (golden != NULL) fclose(golden);
+}
+
+/* A row of two texts that is too long loses the ends of the longer one, and keeps what stands around them. */
+TEST(rows_are_cut) {
+    int32_t ids[16], types[16];
+    words_model w;
+    CHECK_OK(words_bytes(&w, 1));
+    CHECK_EQ(words_encode(&w, "abcdef", 6, "xy", 2, 8, ids, types), 8);
+    CHECK(ids[0] == 2 && ids[1] == 4 + 'a' && ids[3] == 4 + 'c' && ids[4] == 3 && ids[5] == 4 + 'x' && ids[7] == 3);
+    CHECK(types[4] == 0 && types[5] == 1 && types[7] == 1);
+    CHECK_EQ(words_encode(&w, "ab[SEP]", 7, NULL, 0, 16, ids, NULL), 5);
+    CHECK(ids[3] == 3 && ids[4] == 3);
+    words_close(&w);
+}
+
+/* What would change tokens is refused by its name. */
+TEST(unknown_tokenizers_are_refused) {
+    static const struct { const char *file, *was, *is, *why; } cases[] = {
+        {"bert", "\"strip_accents\":null", "\"strip_accents\":false", "strip_accents = false is not supported"},
+        {"bert", "\"clean_text\":true", "\"clean_text\":false", "clean_text"},
+        {"bert", "\"lowercase\":true", "\"lowercase\":true,\"odd\":1", "the BertNormalizer has the key odd"},
+        {"bert", "\"type\":\"BertPreTokenizer\"", "\"type\":\"Whitespace\"", "the pre-tokenizer Whitespace"},
+        {"bert", "\"type\":\"WordPiece\",\"unk_token\"", "\"type\":\"WordLevel\",\"unk_token\"", "the model WordLevel"},
+        {"bert", "\"unk_token\":\"[UNK]\"", "\"unk_token\":\"[PAD]\"", "unk_token [UNK]"},
+        {"bert", "\"version\"", "\"odd\":1,\"version\"", "the file has the key odd"},
+        {"bert", "\"single_word\":false", "\"single_word\":true", "single_word = true"},
+        {"bert", "\"normalized\":false", "\"normalized\":true", "normalized = true"},
+        {"bert", "\"ids\":[2]", "\"ids\":[-2]", "[CLS] has no number"},
+        {"bert", "\"ids\":[2]", "\"ids\":[400]", "token 400 is not in the vocabulary"},
+        {"roberta", "\"sep\":[\"</s>\",3]", "\"sep\":[\"</s>\",4000]", "RobertaProcessing.sep is no token"},
+        {"bert", "{\"version\"", "{{\"version\"", "not a JSON object"},
+        {"roberta", "RobertaProcessing", "OddProcessing", "the post-processor OddProcessing"},
+        {"roberta", "\"type\":\"ByteLevel\",\"add_prefix_space\":false,\"trim_offsets\":true,\"use_regex\":true},\"post", "\"type\":\"Digits\"},\"post",
+         "the pre-tokenizer Digits"},
+        {"roberta", "\"end_of_word_suffix\":\"\"", "\"end_of_word_suffix\":\"x\"", "end_of_word_suffix"},
+        {"qwen2", "\"behavior\":\"Isolated\"", "\"behavior\":\"Removed\"", "not Isolated"},
+        {"qwen2", "\\\\p{N}|", "\\\\p{N}{2}|", "the Split of the pattern"},
+        {"qwen2", "\"NFC\"", "\"NFKD\"", "the normalizer NFKD"},
+        {"xlmr", "\"unk_id\":3", "\"unk_id\":400000", "no unk_id"},
+        {"deberta", "\\\\s{2,}|", "\\\\s{3,}|", "the Replace of the pattern"},
+        {"mapped", "\"precompiled_charsmap\":\"", "\"precompiled_charsmap\":\"////", "map of characters is damaged"},
+        {"llama", "<0x41>", "<0x4G>", "no token for byte 65"}};
+    const char *path = scratch("tokenizer.json");
+    words_model w;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char from[256], *text = NULL, *at;
+        size_t bytes = 0;
+        json_buffer b = {NULL, 0, 0, 0};
+        snprintf(from, sizeof from, AMPT_GOLDEN "/tokenizers/%s.json", cases[i].file);
+        CHECK_OK(st_read_file(from, &text, &bytes));
+        at = strstr(text, cases[i].was);
+        CHECK_MSG(at != NULL, "%s has no %s", cases[i].file, cases[i].was);
+        if (at == NULL) { free(text); continue; }
+        json_add(&b, "%.*s%s%s", (int)(at - text), text, cases[i].is, at + strlen(cases[i].was));
+        write_text(path, b.text, b.used);
+        CHECK_MSG(words_open_file(&w, path, NULL, 0) != AMP_OK, "accepted: %s", cases[i].why);
+        CHECK_MSG(strstr(ex_error(), cases[i].why) != NULL && strstr(ex_error(), path) != NULL, "%s; expected: %s", ex_error(), cases[i].why);
+        CHECK(w.n_files == 0 && w.added == NULL);
+        free(b.text); free(text);
+    }
+    remove(path);
+    ex_text[0] = 0;
 }
 
 int main(int argc, char **argv) {
@@ -237,5 +347,8 @@ int main(int argc, char **argv) {
     RUN(bad_files_are_refused_by_name);
     RUN(damaged_files);
     RUN(token_files);
+    RUN(same_tokens_as_a_folder);
+    RUN(rows_are_cut);
+    RUN(unknown_tokenizers_are_refused);
     return TEST_END();
 }

@@ -279,9 +279,9 @@ TEST(safetensors_round_trip) {
     CHECK_OK(gpt_create(&b, amp, &c));
     CHECK_OK(gpt_file_load(&file, &b));
     CHECK(same_weights(&a, &b));
-    const st_tensor *t = st_find(&file.tensors, "transformer.h.1.attn.c_attn.weight");
+    const st_tensor *t = st_find(&file.weights.tensors, "transformer.h.1.attn.c_attn.weight");
     CHECK(t != NULL && t->ndim == 2 && t->shape[0] == 20 && t->shape[1] == 60);
-    CHECK((t->data - (const unsigned char *)file.data) % 4 == 0);
+    CHECK((t->data - (const unsigned char *)file.weights.parts[0].data) % 4 == 0);
     float first, transposed = ((const float *)a.params[2 + GPT_PARTS + 2].weight.data)[20];     /* [out 1, in 0] */
     memcpy(&first, t->data + 4, 4);                                                             /* [in 0, out 1] */
     CHECK(first == transposed);
@@ -483,11 +483,79 @@ static void write_gpt(amp_context *amp) {
     ampt_forget_origin();
 }
 
+/* Writes the tensors first, first + step, ... of a file as another file. */
+static void write_shard(const st_file *from, int64_t first, int64_t step, const char *path) {
+    st_writer w;
+    memset(&w, 0, sizeof w);
+    for (int64_t i = first; i < from->n; i += step) st_write_tensor(&w, from->tensors[i].name, from->tensors[i].ndim, from->tensors[i].shape);
+    CHECK_OK(st_write_begin(&w));
+    for (int64_t i = first; i < from->n; i += step) {
+        float *values = (float *)malloc((size_t)from->tensors[i].count * sizeof *values + 1);
+        CHECK_OK(st_floats(&from->tensors[i], values));
+        st_write_floats(&w, values, from->tensors[i].count);
+        free(values);
+    }
+    CHECK_OK(st_write_file(&w, path));
+    st_write_close(&w);
+}
+
+/* The folder's index, of the tensors of both shards. */
+static void write_index(const st_file *from, const char *second, const char *extra) {
+    json_buffer b = {NULL, 0, 0, 0};
+    json_add(&b, "{\"metadata\": {\"total_size\": 1}, \"weight_map\": {");
+    for (int64_t i = 0; i < from->n; i++)
+        json_add(&b, "%s\"%s\": \"%s\"", i > 0 ? ", " : "", from->tensors[i].name, i % 2 == 0 ? "shard-1.safetensors" : second);
+    json_add(&b, "%s}}", extra);
+    CHECK_OK(amp_file_write_atomic(NULL, ampt_in_folder("model.safetensors.index.json"), b.text, b.used));
+    free(b.text);
+}
+
+/* A folder whose weights are in two files loads as the file of both; an index that is wrong is refused by what it says. */
+TEST(shards) {
+    static const struct { const char *second, *extra, *why; } bad[] = {
+        {"none.safetensors", "", "none.safetensors"}, {"../shard-2.safetensors", "", "must be a name without a folder"},
+        {"shard-1.safetensors", "", "is in none of the files"}, {"shard-2.safetensors", ", \"odd\": \"shard-1.safetensors\"", "odd is in none of the files"},
+        {"shard-2.safetensors", ", 5", "there is no \"weight_map\""}, {"shard-1.safetensors", ", \"x\": \"model2.safetensors\"", "is in two files"}};
+    static const char *const made[] = {"model2.safetensors", "shard-1.safetensors", "shard-2.safetensors", "model.safetensors.index.json", "config.json"};
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    gpt whole, parts;
+    gpt_file file;
+    model_weights all;
+    CHECK_OK(gpt_create(&whole, amp, &c));
+    CHECK_OK(gpt_init(&whole, 5));
+    CHECK_OK(gpt_save_safetensors(&whole, ampt_in_folder("model2.safetensors"), 0));
+    CHECK_OK(gpt_save_config(&whole, ampt_in_folder("config.json")));
+    CHECK_OK(weights_open(&all, ampt_in_folder("model2.safetensors")));
+    (void)remove(ampt_in_folder("model.safetensors"));
+    write_shard(&all.tensors, 0, 2, ampt_in_folder("shard-1.safetensors"));
+    write_shard(&all.tensors, 1, 2, ampt_in_folder("shard-2.safetensors"));
+    write_index(&all.tensors, "shard-2.safetensors", "");
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("")));
+    CHECK_EQ(file.weights.n_parts, 2);
+    amp_param_forget(amp, whole.params, whole.n_params);
+    CHECK_OK(gpt_create(&parts, amp, &c));
+    CHECK_OK(gpt_file_load(&file, &parts));
+    CHECK(same_weights(&whole, &parts));
+    gpt_file_close(&file);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        write_index(&all.tensors, bad[i].second, bad[i].extra);
+        CHECK_MSG(gpt_file_open(&file, ampt_in_folder("")) != AMP_OK, "accepted: %s", bad[i].why);
+        CHECK_MSG(strstr(ex_error(), bad[i].why) != NULL, "%s; expected: %s", ex_error(), bad[i].why);
+        ex_text[0] = 0;
+    }
+    for (size_t i = 0; i < 5; i++) remove(ampt_in_folder(made[i]));
+    weights_close(&all);
+    gpt_destroy(&parts);
+    gpt_destroy(&whole);
+    amp_close(amp);
+}
+
 static void refused_gpt(const char *why) {
     gpt_file file;
     CHECK_MSG(gpt_file_open(&file, ampt_in_folder("model.safetensors")) != AMP_OK, "accepted, must be refused: %s", why);
     CHECK_MSG(strstr(ex_text, why) != NULL && strstr(ex_text, "config.json") != NULL, "%s; expected: %s", ex_text, why);
-    CHECK(file.data == NULL && file.described.text == NULL);
+    CHECK(file.weights.parts == NULL && file.described.text == NULL);
 }
 
 /* What is known is read, what is not is kept; the weights are fp32 from now on. */
@@ -659,8 +727,8 @@ TEST(untied_output_weights_are_refused) {
         tensors[i].bytes = sizeof wte;
         tensors[i].data = (const unsigned char *)(i == 0 ? head : wte);
     }
-    file.tensors.tensors = tensors;
-    file.tensors.n = 2;
+    file.weights.tensors.tensors = tensors;
+    file.weights.tensors.n = 2;
     CHECK_ERR(gpt_file_check_tied(&file), AMP_ERR_UNSUPPORTED);
     head[3] = 4;
     CHECK_OK(gpt_file_check_tied(&file));
@@ -1068,6 +1136,7 @@ int main(int argc, char **argv) {
     RUN(safetensors_entries_that_lie);
     RUN(safetensors_fuzz);
     RUN(llmc_files);
+    RUN(shards);
     RUN(gpt_configs_are_kept);
     RUN(gpt_configs_are_refused_by_key_and_value);
     RUN(two_descriptions);

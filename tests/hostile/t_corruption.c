@@ -354,13 +354,12 @@ static int loads(gpt *g, const void *data, size_t bytes) {
     amp_result result;
     memset(&file, 0, sizeof file);
     ex_text[0] = 0;
-    result = ex_st(st_open(&file.tensors, data, bytes));
+    result = ex_st(st_open(&file.weights.tensors, data, bytes));
     if (result != AMP_OK) return 0;
-    file.bytes = bytes;
     result = gpt_file_shape(&file, path_of("none.safetensors"));
     if (result == AMP_OK) result = gpt_file_load(&file, g);
     config_close(&file.described);
-    st_close(&file.tensors);
+    st_close(&file.weights.tensors);
     return result == AMP_OK;
 }
 

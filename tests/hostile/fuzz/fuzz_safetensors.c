@@ -108,7 +108,7 @@ static void model_round(gpt *g, size_t bytes, unsigned char *first) {
     CLAIM(second != NULL && bytes == bytes_again && memcmp(first, second, bytes) == 0);
     free(second);
     config_close(&file.described);
-    st_close(&file.tensors);
+    st_close(&file.weights.tensors);
 }
 
 static void model_load(const gpt_file *file) {
@@ -134,9 +134,7 @@ static void encoder_open(void *data, size_t size) {
     int fresh;
     amp_result result;
     memset(&file, 0, sizeof file);
-    file.data = data;
-    file.bytes = size;
-    result = ex_st(st_open(&file.tensors, data, size));
+    result = ex_st(st_open(&file.weights.tensors, data, size));
     if (result == AMP_OK) result = encoder_file_shape(&file, safetensors_path);
     fuzz_told(result);
     encoder_config c = file.config;
@@ -148,7 +146,6 @@ static void encoder_open(void *data, size_t size) {
         fuzz_told(result);
         if (result == AMP_OK) { fuzz_told(encoder_file_load(&file, &e, 1, &fresh)); encoder_destroy(&e); }
     }
-    file.data = NULL;               /* the caller's */
     encoder_file_close(&file);
 }
 
@@ -173,7 +170,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     fuzz_told(result);
     if (result == AMP_OK) model_load(&file);
     config_close(&file.described);
-    st_close(&file.tensors);
+    st_close(&file.weights.tensors);
     encoder_open(copy, size);
     free(copy);
     return 0;

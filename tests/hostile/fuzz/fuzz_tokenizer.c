@@ -53,7 +53,7 @@ static int64_t tokenizer_plainly(const bpe *t, const char *text, int64_t n, int3
 }
 
 static void tokenizer_encode_check(bpe *t, const char *text, int64_t n) {
-    uint16_t tokens[TOKENIZER_TEXT_MOST];
+    int32_t tokens[TOKENIZER_TEXT_MOST];
     int32_t plain[TOKENIZER_TEXT_MOST];
     int64_t count = 0, at = 0, length, i;
     CLAIM(bpe_encode(t, text, n, tokens, &count) == AMP_OK && count <= n);

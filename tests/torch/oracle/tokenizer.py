@@ -2,7 +2,8 @@
 transformers.
 
 A line has a text, its tokens, and the lengths of the words that transformers gives: "hex-text n tokens... lengths...".
-`tokenizer.py --classes` prints the table of character classes in examples/bpe.h instead.
+`tokenizer.py --classes` prints the table of character classes in examples/bpe.h instead, and `tokenizer.py --nfc` those
+of examples/nfc.h.
 """
 import glob
 import json
@@ -50,15 +51,37 @@ def class_runs():
     return runs
 
 
-def print_classes():
+def print_numbers(numbers):
     line = "   "
-    for first, kind in class_runs():
-        number = f" {first * 4 + kind},"
+    for number in numbers:
+        number = f" {number},"
         if len(line) + len(number) > 118:
             print(line)
             line = "   "
         line += number
     print(line)
+
+
+def print_classes():
+    print_numbers(first * 4 + kind for first, kind in class_runs())
+
+
+def print_nfc():
+    """(character, first, second, 1 if the two do not become it again), and (first, combining class) of runs."""
+    parts = []
+    for c in range(0x110000):
+        split = unicodedata.decomposition(chr(c))
+        if not split or split[0] == "<" or 0xF900 <= c < 0xFB00 or 0x2F800 <= c < 0x2FA20:
+            continue
+        first, *second = (int(x, 16) for x in split.split())
+        parts += [c, first, second[0] if second else 0, int(unicodedata.normalize("NFC", chr(c)) != chr(c))]
+    print_numbers(parts)
+    print()
+    runs = [(0, 0)]
+    for c in range(0x110000):
+        if unicodedata.combining(chr(c)) != runs[-1][1]:
+            runs.append((c, unicodedata.combining(chr(c))))
+    print_numbers(first * 256 + kind for first, kind in runs)
 
 
 def boundary_texts():
@@ -116,4 +139,4 @@ def main():
 
 
 if __name__ == "__main__":
-    print_classes() if "--classes" in sys.argv else main()
+    print_classes() if "--classes" in sys.argv else print_nfc() if "--nfc" in sys.argv else main()
