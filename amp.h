@@ -111,7 +111,7 @@
        AMP_NO_TAPE       >>models and >>tape, and >>care and >>tuning, which need them
        AMP_NO_RANKS      >>ranks: training is on one rank.  amp_open refuses a .reducer, and amp_optimizer_create
                          .sync_every.
-       AMP_NO_VECTOR     the kernels for AVX2, AVX-512 and AMX: the CPU computes on the path AMP_CPU_SCALAR.
+       AMP_NO_VECTOR     the kernels for AVX2, AVX-512, AMX and NEON: the CPU computes on the path AMP_CPU_SCALAR.
        AMP_NO_FP8        products in fp8, and amp_fp8_stats_get, _save and _load.  The dtype fp8 is refused;
                          conversions to E4M3 and E5M2 remain.
        AMP_NO_CARE       >>care and >>tuning
@@ -294,16 +294,19 @@
    SAME BITS  Results do not depend on the number of threads or workers.  They repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  After a restart
      on another CPU the path of the state is used, and ranks with different CPUs use the path of rank 0.  Where a CPU
-     lacks that path, a warning says so.  The table says which CPU paths (in the order of amp_cpu_path) agree; others
-     differ by rounding:
+     lacks that path, a warning says so.  The table says which CPU paths of x86 (in the order of amp_cpu_path) agree, and
+     which agree with NEON; others differ by rounding:
 
-       what                                   runs  threads  restarts  CPU paths that agree
-       casts, random numbers, dropout, masks  yes   yes      yes       all
-       embedding, RoPE, add, scaler, loaders  yes   yes      yes       all
-       activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up
-       norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up
-       gradient norms, other products         yes   yes      yes       AVX-512 and up
-       products in bf16 and fp8               yes   yes      yes       none
+       what                                   runs  threads  restarts  x86 paths       NEON agrees with
+       casts, random numbers, dropout, masks  yes   yes      yes       all             all
+       embedding, RoPE, add, scaler, loaders  yes   yes      yes       all             all
+       activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up     AVX2 and up
+       norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up  NEON BF16
+       gradient norms, other products         yes   yes      yes       AVX-512 and up  NEON BF16
+       products in bf16 and fp8               yes   yes      yes       none            none
+
+     Products in bf16 differ because instructions for them round differently: vdpbf16ps adds two products one after the
+     other, and bfdot rounds each, and their sum, to odd.
 
      Conversions, finite checks and the scaler stay correct under -Ofast. */
 
@@ -40396,6 +40399,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        are UTF-8 and may be long, files are replaced in one step, and AMP_SHARD_GRADIENTS is refused.  It compiles and
        links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's files are matched by amp.h
        itself, with fnmatch's answers in the C locale.  BUILD has a line for each platform.
+       On arm64 the vector kernels have an instance for NEON, AMP_CPU_NEON, and products in bf16 one for bfdot,
+       AMP_CPU_NEON_BF16; both have run under an emulator only.  amp_cpu_info.neon, .neon_bf16, .neon_fp16 and .neon_fhm
+       say what the CPU has.  AMP_CPU_PATHS is 8, so amp_machine is larger.
        amp_cuda.cu compiles with CUDA 11.8 and later, and for sm_70 (V100) before CUDA 13.  "auto" chooses fp16 there.
        It has not run on a V100.  If it was compiled for another GPU, amp_open names the -arch that this one needs.
        Renamed: amp_param.used is .last_used.
