@@ -294,7 +294,7 @@
    SAME BITS  Results do not depend on the number of threads or workers.  They repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  After a restart
      on another CPU the path of the state is used, and ranks with different CPUs use the path of rank 0.  Where a CPU
-     lacks that path, a warning says so.  The table says which CPU paths of x86 (in the order of amp_cpu_path) agree, and
+     lacks that path, a warning says so.  The table says which paths of x86 (in the order of amp_cpu_path) agree, and
      which agree with NEON; others differ by rounding:
 
        what                                   runs  threads  restarts  x86 paths       NEON agrees with
@@ -304,9 +304,7 @@
        norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up  NEON BF16
        gradient norms, other products         yes   yes      yes       AVX-512 and up  NEON BF16
        products in bf16 and fp8               yes   yes      yes       none            none
-
-     Products in bf16 differ because instructions for them round differently: vdpbf16ps adds two products one after the
-     other, and bfdot rounds each, and their sum, to odd.
+     Instructions for products of bf16 round differently: bfdot rounds each product, and the sum of two, to odd.
 
      Conversions, finite checks and the scaler stay correct under -Ofast. */
 
@@ -468,8 +466,8 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* Instruction sets of the CPU kernels: those of x86, widest last, then those of arm64.  The paths from AVX512 to AMX
-   differ in products of bf16 alone, and so do NEON and NEON_BF16. */
+/* Instruction sets of the CPU kernels: those of x86, widest last, and of arm64.  From AVX512 to AMX they differ in
+   products of bf16 alone, and so do NEON and NEON_BF16. */
 typedef enum amp_cpu_path {
     AMP_CPU_DEFAULT = 0,        /* the fastest of this CPU, by amp_machine.rates */
     AMP_CPU_SCALAR = 1,         /* C99 */
@@ -498,8 +496,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 typedef struct amp_cpu_info {
     char name[64];
     char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; on arm64 "Arm", "Apple"; "" unknown */
-    /* CPUID's; on arm64 the implementer, the part, and 16 times the variant plus the revision; 0 unknown */
-    int32_t family, model, stepping;
+    int32_t family, model, stepping;    /* CPUID's; arm64: implementer, part, 16 variant + revision; 0 unknown */
     int32_t cores;              /* that this process may use, within its CPU quota */
     amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
@@ -38402,8 +38399,8 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
-/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.  gcc
-   replaces the intrinsic by four loads of one word, and so the instruction is written out. */
+/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.
+   gcc replaces the intrinsic by four loads of one word, and so the instruction is written out. */
 #if AMPI_PASS == 4
 #define AMPI_TILE_BY_LANE(x, lane, b, sum) \
     __asm__(AMPI_TILE_INSTRUCTION : "+w"(sum) : "w"(b), "w"(x), "i"(lane))
