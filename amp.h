@@ -111,7 +111,7 @@
        AMP_NO_TAPE       >>models and >>tape, and >>care and >>tuning, which need them
        AMP_NO_RANKS      >>ranks: training is on one rank.  amp_open refuses a .reducer, and amp_optimizer_create
                          .sync_every.
-       AMP_NO_VECTOR     the kernels for AVX2, AVX-512 and AMX: the CPU computes on the path AMP_CPU_SCALAR.
+       AMP_NO_VECTOR     the kernels for AVX2, AVX-512, AMX and NEON: the CPU computes on the path AMP_CPU_SCALAR.
        AMP_NO_FP8        products in fp8, and amp_fp8_stats_get, _save and _load.  The dtype fp8 is refused;
                          conversions to E4M3 and E5M2 remain.
        AMP_NO_CARE       >>care and >>tuning
@@ -294,16 +294,17 @@
    SAME BITS  Results do not depend on the number of threads or workers.  They repeat from run to run (a GPU's .autotune
      needs .autotune_file) and after a restart from a saved state, except for sign and payload of NaN.  After a restart
      on another CPU the path of the state is used, and ranks with different CPUs use the path of rank 0.  Where a CPU
-     lacks that path, a warning says so.  The table says which CPU paths (in the order of amp_cpu_path) agree; others
-     differ by rounding:
+     lacks that path, a warning says so.  The table says which paths of x86 (in the order of amp_cpu_path) agree, and
+     which agree with NEON; others differ by rounding:
 
-       what                                   runs  threads  restarts  CPU paths that agree
-       casts, random numbers, dropout, masks  yes   yes      yes       all
-       embedding, RoPE, add, scaler, loaders  yes   yes      yes       all
-       activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up
-       norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up
-       gradient norms, other products         yes   yes      yes       AVX-512 and up
-       products in bf16 and fp8               yes   yes      yes       none
+       what                                   runs  threads  restarts  x86 paths       NEON agrees with
+       casts, random numbers, dropout, masks  yes   yes      yes       all             all
+       embedding, RoPE, add, scaler, loaders  yes   yes      yes       all             all
+       activations, SwiGLU, optimizers        yes   yes      yes       AVX2 and up     AVX2 and up
+       norms, softmax, attention, losses      yes   yes      yes       AVX-512 and up  NEON BF16
+       gradient norms, other products         yes   yes      yes       AVX-512 and up  NEON BF16
+       products in bf16 and fp8               yes   yes      yes       none            none
+     Instructions for products of bf16 round differently: bfdot rounds each product, and the sum of two, to odd.
 
      Conversions, finite checks and the scaler stay correct under -Ofast. */
 
@@ -465,8 +466,8 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* Instruction sets of the CPU kernels: those of x86, widest last, then those of arm64.  The paths from AVX512 to AMX
-   differ in products of bf16 alone, and so do NEON and NEON_BF16. */
+/* Instruction sets of the CPU kernels: those of x86, widest last, and of arm64.  From AVX512 to AMX they differ in
+   products of bf16 alone, and so do NEON and NEON_BF16. */
 typedef enum amp_cpu_path {
     AMP_CPU_DEFAULT = 0,        /* the fastest of this CPU, by amp_machine.rates */
     AMP_CPU_SCALAR = 1,         /* C99 */
@@ -495,8 +496,7 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 typedef struct amp_cpu_info {
     char name[64];
     char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; on arm64 "Arm", "Apple"; "" unknown */
-    /* CPUID's; on arm64 the implementer, the part, and 16 times the variant plus the revision; 0 unknown */
-    int32_t family, model, stepping;
+    int32_t family, model, stepping;    /* CPUID's; arm64: implementer, part, 16 variant + revision; 0 unknown */
     int32_t cores;              /* that this process may use, within its CPU quota */
     amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
@@ -38461,8 +38461,8 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_ROWS_##r(AMPI_TILE_BESIDE) \
     }
 
-/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.  gcc
-   replaces the intrinsic by four loads of one word, and so the instruction is written out. */
+/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.
+   gcc replaces the intrinsic by four loads of one word, and so the instruction is written out. */
 #if AMPI_PASS == 4
 #define AMPI_TILE_BY_LANE(x, lane, b, sum) \
     __asm__(AMPI_TILE_INSTRUCTION : "+w"(sum) : "w"(b), "w"(x), "i"(lane))
@@ -38690,6 +38690,9 @@ static void AMPI_V(ampi_gemm_side_by_side)(float *dst, const float *src, int64_t
     for (; c < k; c++)
         for (r = 0; r < n; r++) memcpy(dst + c * AMPI_GEMM_ROWS + r, src + r * ld + c, sizeof *dst);
 }
+#  define AMPI_SIDE_BY_SIDE AMPI_V(ampi_gemm_side_by_side)
+#else
+#  define AMPI_SIDE_BY_SIDE NULL
 #endif
 
 /* ---- Writing results */
@@ -38938,9 +38941,7 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .band = 14 * AMPI_GEMM_ROWS,
     .bands = AMPI_W == 16 ? 3 : 8,
     .spare = 0,
-#if AMPI_BESIDE
-    .side_by_side = AMPI_V(ampi_gemm_side_by_side),
-#endif
+    .side_by_side = AMPI_SIDE_BY_SIDE,
     .edges = AMPI_PASS > 1,
     .dot_rows = AMPI_DOT_ROWS,
     .multiply = AMPI_V(ampi_gemm_multiply),
@@ -39318,7 +39319,7 @@ static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
     .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256,
-    .band = 14 * AMPI_GEMM_ROWS, .bands = 3, .spare = 0,
+    .band = 14 * AMPI_GEMM_ROWS, .bands = 3, .spare = 0, .side_by_side = NULL,
     .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
@@ -39418,7 +39419,7 @@ static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, 
 }
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
-    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .bands = 3, .spare = 15,
+    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .bands = 3, .spare = 15, .side_by_side = NULL,
     .edges = 0, .dot_rows = AMPI_DOT_ROWS,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
@@ -39429,6 +39430,8 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #endif
 
 #undef AMPI_GEMM_ROWS
+#undef AMPI_BESIDE
+#undef AMPI_SIDE_BY_SIDE
 #undef AMPI_GEMM_BLOCK
 #undef AMPI_TILE_LOAD
 #undef AMPI_TILE_WRITE
@@ -39439,6 +39442,8 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
+#undef AMPI_TILE_BESIDE
+#undef AMPI_TILE_SUM_BESIDE
 #undef AMPI_TILE_WORDS
 #undef AMPI_TILE_BY_LANE
 #undef AMPI_TILE_LANE
@@ -40484,6 +40489,9 @@ __extension__ static const ampi_multi_vec AMPI_V(ampi_multi_kernels) = {
        are UTF-8 and may be long, files are replaced in one step, and AMP_SHARD_GRADIENTS is refused.  It compiles and
        links for macOS, on x86-64 and arm64, and has not run there.  Patterns of a loader's files are matched by amp.h
        itself, with fnmatch's answers in the C locale.  BUILD has a line for each platform.
+       On arm64 the vector kernels have an instance for NEON, AMP_CPU_NEON, and products in bf16 one for bfdot,
+       AMP_CPU_NEON_BF16; both have run under an emulator only.  amp_cpu_info.neon, .neon_bf16, .neon_fp16 and .neon_fhm
+       say what the CPU has.  AMP_CPU_PATHS is 8, so amp_machine is larger.
        amp_cuda.cu compiles with CUDA 11.8 and later, and for sm_70 (V100) before CUDA 13.  "auto" chooses fp16 there.
        It has not run on a V100.  If it was compiled for another GPU, amp_open names the -arch that this one needs.
        Renamed: amp_param.used is .last_used.

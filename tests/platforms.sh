@@ -75,6 +75,115 @@ emulated() {
     if scaled "$1" "$qemu"; then ok "$1" "$3-gcc: scaler_only runs under $qemu"; fi
 }
 
+# ---- The kernels of arm64, by the unit tests that inside.c holds and by programs, under qemu-user.
+arm_gcc=aarch64-linux-gnu-gcc
+arm_ready() {
+    if ! have $arm_gcc; then skip "$1" "no $arm_gcc (apt install gcc-aarch64-linux-gnu)"; return 1; fi
+    for qemu in qemu-aarch64 qemu-aarch64-static; do have $qemu && break; done
+    if ! have $qemu; then skip "$1" "no qemu-aarch64 (apt install qemu-user)"; return 1; fi
+    mkdir -p "$work/arm"
+    if [ -s "$work/arm/inside.o" ]; then return; fi
+    if $arm_gcc -std=c99 -w -Itests -O1 -c tests/unit/inside.c -o "$work/arm/inside.o" > "$work/log" 2>&1 &&
+        $arm_gcc tests/unit/inside_main.c "$work/arm/inside.o" -o "$work/arm/inside" -static -lm -lpthread > "$work/log" 2>&1; then return; fi
+    fail "$1" "$(grep -m 4 -e error -e undefined "$work/log")"
+    return 1
+}
+# on_arm CPU TEST [ARGUMENTS]: runs one of them, and adds its counts to this script's.
+on_arm() {
+    cpu=$1 test=$2; shift 2
+    [ -s "$work/arm/$test" ] || cp "$work/arm/inside" "$work/arm/$test"
+    AMPT_LEAVE_OUT=long timeout 900 $qemu -cpu "$cpu" "$work/arm/$test" "$@" > "$work/log" 2>&1
+    last=$(grep -E '^[0-9]+ passed, [0-9]+ failed' "$work/log" | tail -n 1)
+    case $last in
+        "0 passed"*) fail "arm64-$test" "$cpu: no test ran" ;;
+        *" passed, 0 failed, "*) ok "arm64-$test" "$cpu: $last" ;;
+        *) fail "arm64-$test" "$cpu: $(grep '^FAIL' "$work/log" | head -n 5) $last" ;;
+    esac
+}
+# About a minute of them.  -cpu max has bfdot.
+arm_ci() {
+    arm_ready arm64-ci || return
+    on_arm cortex-a53 t_numbers --filter pairs
+    on_arm cortex-a53 t_numbers --filter golden
+    on_arm max t_gemm --filter small_and_thin
+    on_arm cortex-a76 t_attention --filter functions_at
+    on_arm cortex-a76 t_attention --filter every_dtype
+    on_arm neoverse-n1 t_optimizer --filter torch
+}
+if wanted ci; then arm_ci; fi
+# outside TEST: links a test that uses only public functions.
+outside() {
+    $arm_gcc -std=c99 -w -Itests -O1 -DAMP_IMPLEMENTATION_INCLUDED "$(source_of "$1")" "$work/arm/inside.o" -o "$work/arm/$1" -static -lm -lpthread \
+        > "$work/log" 2>&1 || { fail "arm64-$1" "$(grep -m 4 -e error -e undefined "$work/log")"; return 1; }
+}
+arm_tests() {
+    arm_ready arm64-tests || return
+    for cpu in cortex-a53 cortex-a76 neoverse-n1 max; do
+        for test in t_numbers t_gemm t_attention; do on_arm $cpu $test; done
+    done
+    for test in t_kernels t_optimizer t_fp8 t_context t_settings t_state; do on_arm max $test; done
+    for test in t_operators t_linear_cross_entropy t_masks; do if outside $test; then on_arm max $test; fi; done
+    # Tests that start another process would start it without the emulator.
+    if outside t_determinism; then for filter in any_ paths_that flags; do on_arm max t_determinism --filter $filter; done; fi
+}
+if wanted arm64-tests; then arm_tests; fi
+
+# This machine and arm64 compute the same bits, by AVX2 or more and by NEON.  t_determinism --trace writes a hash of each
+# operation; the first 13 are those of the manual's table for which all these paths agree.
+arm_bits() {
+    arm_ready arm64-bits && outside t_determinism || return
+    if ! grep -q ' avx2' /proc/cpuinfo 2>/dev/null; then skip arm64-bits "this machine has no AVX2 to compare with"; return; fi
+    if ${CC:-gcc} -std=c99 -w -I. -O1 -c "$work/amp.c" -o "$work/here.o" > "$work/log" 2>&1 &&
+        ${CC:-gcc} -std=c99 -w -Itests -O1 -DAMP_IMPLEMENTATION_INCLUDED tests/unit/t_determinism.c "$work/here.o" -o "$work/here" -lm -lpthread > "$work/log" 2>&1 &&
+        "$work/here" --trace "$work/trace.here" 1 0 1 - - > "$work/log" 2>&1 &&
+        $qemu -cpu cortex-a76 "$work/arm/t_determinism" --trace "$work/trace.arm" 1 0 1 - - > "$work/log" 2>&1 &&
+        cmp -n 416 "$work/trace.here" "$work/trace.arm" > "$work/log" 2>&1; then
+        ok arm64-bits "conversions, random numbers, activations and optimizers have the bits of this machine"
+    else fail arm64-bits "$(head -n 3 "$work/log")"; fi
+}
+if wanted arm64-bits; then arm_bits; fi
+
+# The losses of programs here and on arm64 are equal to three digits.  qemu takes 50 ns for a multiply-add of a vector,
+# so the classifier learns on fewer pictures.
+losses_of() { sed -n 's/.*"loss": *\([0-9.]*\).*/\1/p; s/^step .*loss \([0-9.]*\).*/\1/p' "$1"; }
+# trains PROGRAM WHERE COMPILER RUN LOG FLAGS...
+trains() {
+    program=$1 where=$2 compiler=$3 run=$4 log=$5; shift 5
+    if [ "$where" = arm ]; then options="-static $libs"; else options=$libs; fi
+    [ -s "$work/train/amp.$where.o" ] || $compiler -std=c99 -w -O2 -I. -c "$work/amp.c" -o "$work/train/amp.$where.o" > "$work/log" 2>&1
+    $compiler -std=c99 -w -O2 -DAMP_IMPLEMENTATION_INCLUDED "$work/train/examples/$program.c" "$work/train/amp.$where.o" -o "$work/train/$program.$where" $options > "$work/log" 2>&1 &&
+        (cd "$work/train" && timeout 900 $run ./$program.$where "$@" > $program.log 2>&1)
+    losses_of "$work/train/$log" > "$work/train/losses.$where"
+}
+arm_training() {
+    arm_ready arm64-training || return
+    libs="-lm -lpthread"
+    mkdir -p "$work/train/examples"
+    head -c 100000 README.md > "$work/train/text"
+    cp examples/*.h examples/quickstart.c examples/mlp.c examples/train_gpt.c "$work/train/examples"
+    cp amp.h "$work/train"
+    sed 's/20000, 784/1500, 784/; s/5000, 784/100, 784/' examples/mnist.h > "$work/train/examples/mnist.h"
+    for program in quickstart mlp train_gpt; do
+        case $program in
+            train_gpt) log=out/metrics.jsonl flags="--data text --out out --layers 2 --heads 2 --channels 64 --batch 2 --seq 32 --steps 10 --threads 1 --precision fp32 --log-interval 1 --sample 0" ;;
+            quickstart) log=quickstart.log flags=nowhere ;;
+            mlp) log=mlp.log flags= ;;
+        esac
+        trains $program here "${CC:-gcc}" env $log $flags
+        rm -rf "$work/train/out"
+        trains $program arm $arm_gcc "$qemu -cpu cortex-a76" $log $flags
+        if paste "$work/train/losses.here" "$work/train/losses.arm" | awk '{n++; d = $1 - $2; if (d < 0) d = -d; if (NF != 2 || d > 1e-4 + 1e-3 * $1) bad = 1} END {exit bad || n < 3}'; then
+            ok arm64-training "$program: $(wc -l < "$work/train/losses.arm") losses as on this machine"
+        else fail arm64-training "$program: $(paste "$work/train/losses.here" "$work/train/losses.arm" | head -n 4 | tr '\n' ' ') $(tail -n 1 "$work/train/$program.log")"; fi
+    done
+}
+if wanted arm64-training; then arm_training; fi
+# The instructions of kernels, of a step and of inner loops.
+if wanted arm64-counts; then
+    if sh tests/arm64/counts.sh > "$work/counts.json" 2> "$work/log"; then ok arm64-counts "$(tail -n 1 "$work/log")"
+    else fail arm64-counts "$(head -n 4 "$work/log")"; fi
+fi
+
 native() {
     libs="-lm -lpthread"
     if built native "${CC:-gcc}" && learns native env; then ok native "${CC:-gcc}: quickstart learns"; fi
