@@ -465,7 +465,8 @@ typedef struct amp_system {
     int64_t (*clock_ns)(void *user);  /* monotonic */
 } amp_system;
 
-/* Instruction sets of the CPU kernels, widest last.  From AVX512 on they differ in products of bf16 alone. */
+/* Instruction sets of the CPU kernels: those of x86, widest last, then those of arm64.  The paths from AVX512 to AMX
+   differ in products of bf16 alone, and so do NEON and NEON_BF16. */
 typedef enum amp_cpu_path {
     AMP_CPU_DEFAULT = 0,        /* the fastest of this CPU, by amp_machine.rates */
     AMP_CPU_SCALAR = 1,         /* C99 */
@@ -473,6 +474,8 @@ typedef enum amp_cpu_path {
     AMP_CPU_AVX512 = 3,         /* F, BW, DQ, VL */
     AMP_CPU_AVX512_BF16 = 4,    /* bf16 products; they read subnormal numbers as 0, as AMX does */
     AMP_CPU_AMX = 5,            /* AMX-BF16 for bf16 products, else AVX-512 */
+    AMP_CPU_NEON = 6,           /* every arm64 CPU: vectors of 128 bits, with FMA */
+    AMP_CPU_NEON_BF16 = 7,      /* FEAT_BF16 for bf16 products; they read subnormal numbers as 0 */
     AMP_CPU_FORCE_I32 = 0x7fffffff
 } amp_cpu_path;
 
@@ -491,12 +494,14 @@ AMP_API void amp_file_free(const amp_system *system, void *data, size_t bytes);
 
 typedef struct amp_cpu_info {
     char name[64];
-    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; "" unknown */
-    int32_t family, model, stepping;    /* CPUID's, 0 unknown */
+    char vendor[16];            /* CPUID's: "GenuineIntel", "AuthenticAMD"; on arm64 "Arm", "Apple"; "" unknown */
+    /* CPUID's; on arm64 the implementer, the part, and 16 times the variant plus the revision; 0 unknown */
+    int32_t family, model, stepping;
     int32_t cores;              /* that this process may use, within its CPU quota */
     amp_cpu_path path;          /* the fastest that CPU and system support; amp_query_machine: the one in use */
     int32_t avx2, avx512, avx512_bf16, avx512_fp16;  /* 0 or 1 */
     int32_t amx_bf16;           /* 1: the system lets this process use it */
+    int32_t neon, neon_bf16, neon_fp16, neon_fhm;   /* arm64: always, FEAT_BF16, FEAT_FP16, FEAT_FHM */
     int64_t l1d, l2, l3;        /* bytes per core, core and socket; 0 unknown */
     int64_t memory;             /* bytes of RAM; 0 unknown */
 } amp_cpu_info;
@@ -2387,7 +2392,7 @@ typedef struct amp_device {
     char versions[96];          /* of the backend's compiler, driver and libraries */
 } amp_device;
 
-enum { AMP_CPU_PATHS = AMP_CPU_AMX + 1 };
+enum { AMP_CPU_PATHS = AMP_CPU_NEON_BF16 + 1 };
 /* How fast a CPU path multiplies matrices in a compute dtype, beside fp32 on the same path: 2 means twice as many
    products per second.  0: the CPU lacks the path, or the rate is not known. */
 typedef struct amp_rates { float tf32, fp16, bf16, fp8; } amp_rates;
@@ -5122,6 +5127,7 @@ AMPI_INLINE amp_result amp_open(amp_context **out, const amp_desc *desc) {
 #  include <sys/sysctl.h>
 #endif
 #if defined(__linux__)
+#  include <sys/auxv.h>
 #  include <sys/syscall.h>
 #  if !defined(__cplusplus)
 extern long syscall(long number, ...);      /* unistd.h declares it only where more than POSIX is asked for */
@@ -5156,18 +5162,25 @@ enum { AMPI_HAS_FP8 = 1 };
 #    pragma GCC diagnostic ignored "-Wsign-conversion"          /* at -O0 intrinsics are macros */
 #  endif
 #endif
+#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__) && defined(__GNUC__) && \
+    !defined(AMP_NO_VECTOR)
+#  define AMPI_NEON 1
+#  include <arm_neon.h>
+#else
+#  define AMPI_NEON 0
+#endif
 #if AMPI_X86
 #  include <cpuid.h>
 #  include <immintrin.h>
 #endif
-/* vdpbf16ps needs a compiler that knows it. */
-#if AMPI_X86 && (defined(__clang__) || __GNUC__ >= 10)
+/* vdpbf16ps and arm64's bfdot need a compiler that knows them. */
+#if (AMPI_X86 || AMPI_NEON) && (defined(__clang__) || __GNUC__ >= 10)
 #  define AMPI_GEMM_BF16 1
 #else
 #  define AMPI_GEMM_BF16 0
 #endif
 /* AMX also needs a system that lets a process ask for it. */
-#if AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#if AMPI_X86 && AMPI_GEMM_BF16 && defined(__x86_64__) && defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
 #  define AMPI_GEMM_AMX 1
 #else
 #  define AMPI_GEMM_AMX 0
@@ -7205,6 +7218,38 @@ static AMPI_COLD void ampi_probe_system(amp_cpu_info *cpu) {
 }
 #endif
 
+#if AMPI_NEON
+/* Finds the extensions of arm64.  Linux says which of them there are by the bits of its HWCAPs, and with bit 11 lets a
+   process read the register that identifies the core: implementer, variant, part and revision.  Windows has no name for
+   FEAT_FHM. */
+static AMPI_COLD void ampi_probe_arm(amp_cpu_info *cpu) {
+    cpu->neon = 1;
+    cpu->path = AMP_CPU_NEON;
+#if defined(__linux__)
+    {
+        unsigned long has = getauxval(16), more = getauxval(26);        /* AT_HWCAP, AT_HWCAP2 */
+        uint64_t core = 0;
+        cpu->neon_fp16 = has >> 10 & 1;
+        cpu->neon_fhm = has >> 23 & 1;
+        cpu->neon_bf16 = more >> 14 & 1;
+        if (has >> 11 & 1) __asm__("mrs %0, midr_el1" : "=r"(core));
+        cpu->family = (int32_t)(core >> 24 & 0xff);
+        cpu->model = (int32_t)(core >> 4 & 0xfff);
+        cpu->stepping = (int32_t)((core >> 16 & 0xf0) | (core & 15));
+    }
+#elif defined(__APPLE__)
+    cpu->neon_fp16 = ampi_sysctl("hw.optional.arm.FEAT_FP16", NULL) > 0;
+    cpu->neon_fhm = ampi_sysctl("hw.optional.arm.FEAT_FHM", NULL) > 0;
+    cpu->neon_bf16 = ampi_sysctl("hw.optional.arm.FEAT_BF16", NULL) > 0;
+    cpu->family = 0x61;
+#elif defined(_WIN32)
+    cpu->neon_fp16 = IsProcessorFeaturePresent(67) != 0;        /* PF_ARM_V82_FP16_INSTRUCTIONS_AVAILABLE */
+    cpu->neon_bf16 = IsProcessorFeaturePresent(68) != 0;        /* PF_ARM_V86_BF16_INSTRUCTIONS_AVAILABLE */
+#endif
+    snprintf(cpu->vendor, sizeof cpu->vendor, "%s", cpu->family == 0x41 ? "Arm" : cpu->family == 0x61 ? "Apple" : "");
+}
+#endif
+
 static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     int32_t allowed = ampi_cores(NULL), granted = ampi_quota_cores("/proc/self/cgroup", "/sys/fs/cgroup");
     memset(cpu, 0, sizeof *cpu);
@@ -7213,6 +7258,8 @@ static AMPI_COLD void ampi_probe_cpu(amp_cpu_info *cpu) {
     ampi_probe_system(cpu);
 #if AMPI_X86
     ampi_probe_x86(cpu);
+#elif AMPI_NEON
+    ampi_probe_arm(cpu);
 #endif
     if (allowed > 0) cpu->cores = AMPI_MIN(cpu->cores, allowed);
     if (granted > 0) cpu->cores = AMPI_MIN(cpu->cores, granted);
@@ -7234,14 +7281,16 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 }
 
 /* ---- Vector kernels.  They are at the end of this file, which sections 2 and 6 include with their number in
-   AMPI_KERNELS.  There it includes itself once for each instruction set.  AMPI_V(name) is name_scalar, name_avx2 or
-   name_avx512, and a vector has AMPI_W floats.  The loops that call the kernels, and everything with threads, are
-   ordinary code. */
+   AMPI_KERNELS.  There it includes itself once for each instruction set, whose number is AMPI_PASS: 1 for C99, 2 for
+   AVX2, 3 for AVX-512, 4 for NEON.  AMPI_V(name) is name_scalar, name_avx2, name_avx512 or name_neon, and a vector has
+   AMPI_W floats.  The loops that call the kernels, and everything with threads, are ordinary code. */
 
 #if defined(__NVCC__)               /* nvcc does not know the pragma */
 #  define AMPI_UNROLL
+#  define AMPI_UNROLL_4
 #else
-#  define AMPI_UNROLL _Pragma("GCC unroll 8")
+#  define AMPI_UNROLL   _Pragma("GCC unroll 8")
+#  define AMPI_UNROLL_4 _Pragma("GCC unroll 4")
 #endif
 #define AMPI_CAT2(a, b) a##b
 #define AMPI_CAT(a, b) AMPI_CAT2(a, b)
@@ -7251,6 +7300,8 @@ static amp_cpu_path ampi_cpu_best_path(void) {
 #if AMPI_X86
 #define AMPI_PICK(table, path) \
     ((path) >= AMP_CPU_AVX512 ? &table##_avx512 : (path) == AMP_CPU_AVX2 ? &table##_avx2 : &table##_scalar)
+#elif AMPI_NEON
+#  define AMPI_PICK(table, path) ((path) >= AMP_CPU_NEON ? &table##_neon : &table##_scalar)
 #else
 #  define AMPI_PICK(table, path) ((void)(path), &table##_scalar)
 #endif
@@ -7773,21 +7824,25 @@ AMPI_O1_BEGIN
 
 /* ---- Rates: how fast products are in each dtype, relative to fp32.  Operands of a dtype for which the CPU has no fast
    instruction are rounded or widened while they are packed, and the kernel of fp32 multiplies them.  Only two rates
-   therefore depend on the CPU: that of vdpbf16ps, and that of the tiles of AMX.
+   therefore depend on the CPU: that of vdpbf16ps or bfdot, and that of the tiles of AMX.
 
    Measured (tests/bench/results): Zen 4 or 5 has 1.9 (shapes-amd-epyc-2026-11-22.json, 64 x 1024 x 1024: 1 / 0.52).
    Intel with AMX has 4.0 by tiles, and 0.5 by vdpbf16ps, whose peak is 243 GFLOP/s where fp32's FMA has 487
    (cpu-intel-xeon-2026-11-21.json, 1024^3).  The kernel of fp32 on 16-bit operands had 0.90 to 1.11 on a Zen 3,
    depending on the shape, in bf16 and fp16 (rates-amd-epyc-2026-11-27.json).
-   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5. */
+   Cooper Lake was not measured.  Intel states twice the peak of fp32; the table assumes half of that gain, 1.5.
+   Nor was any core of arm64.  Arm's software optimization guides for the Neoverse V1, N2 and V2 give bfdot the
+   throughput of fmla with twice its multiplications; the table assumes half of that gain too.  Apple publishes no
+   throughputs, and so its cores have the numbers of unknown ones.  fmlal, which multiplies fp16, does as many
+   multiplications as fmla, and so fp16 is widened while it is packed. */
 typedef struct ampi_cpu_kind {
     const char *vendor, *name;
     int32_t family, first, last;        /* models */
     int32_t step;                       /* the first stepping */
-    float dot, tiles;                   /* rates of vdpbf16ps and AMX; 0: these cores lack the instruction */
+    float dot, tiles;                   /* rates of vdpbf16ps or bfdot, and AMX; 0: these cores lack it */
 } ampi_cpu_kind;
-/* The models are from Linux arch/x86/include/asm/intel-family.h and AMD's revision guides.  The last row that matches
-   is used. */
+/* The models are from Linux arch/x86/include/asm/intel-family.h, AMD's revision guides, and Linux
+   arch/arm64/include/asm/cputype.h.  The last row that matches is used. */
 static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"AuthenticAMD", "Zen or Zen 2", 0x17, 0x00, 0xff, 0, 0, 0},
     {"AuthenticAMD", "Zen 3", 0x19, 0x00, 0x5f, 0, 0, 0},
@@ -7825,7 +7880,14 @@ static const ampi_cpu_kind ampi_cpu_kinds[] = {
     {"GenuineIntel", "Meteor Lake (hybrid)", 6, 0xaa, 0xaa, 0, 0, 0},
     {"GenuineIntel", "Arrow Lake (hybrid)", 6, 0xc5, 0xc6, 0, 0, 0},
     {"GenuineIntel", "Lunar Lake (hybrid)", 6, 0xbd, 0xbd, 0, 0, 0},
-    {"GenuineIntel", "Sierra Forest", 6, 0xaf, 0xaf, 0, 0, 0}
+    {"GenuineIntel", "Sierra Forest", 6, 0xaf, 0xaf, 0, 0, 0},
+    {"Arm", "Neoverse N1", 0x41, 0xd0c, 0xd0c, 0, 0, 0},
+    {"Arm", "Neoverse V1", 0x41, 0xd40, 0xd40, 0, 1.5f, 0},
+    {"Arm", "Neoverse N2", 0x41, 0xd49, 0xd49, 0, 1.5f, 0},
+    {"Arm", "Neoverse V2", 0x41, 0xd4f, 0xd4f, 0, 1.5f, 0},
+    {"Apple", "Apple", 0x61, 0, 0xfff, 0, 0, 0},
+    {"Apple", "Apple M1", 0x61, 0x22, 0x29, 0, 0, 0},
+    {"Apple", "Apple M2", 0x61, 0x32, 0x39, 0, 0, 0}
 };
 enum { AMPI_CPU_KINDS = (int)(sizeof ampi_cpu_kinds / sizeof *ampi_cpu_kinds) };
 
@@ -7850,12 +7912,14 @@ static int ampi_cpu_has(const amp_cpu_info *cpu, amp_cpu_path path) {
         case AMP_CPU_AVX512: return cpu->avx512;
         case AMP_CPU_AVX512_BF16: return AMPI_GEMM_BF16 && cpu->avx512_bf16;
         case AMP_CPU_AMX: return cpu->amx_bf16;
+        case AMP_CPU_NEON: return cpu->neon;
+        case AMP_CPU_NEON_BF16: return AMPI_GEMM_BF16 && cpu->neon_bf16;
         default: return 0;
     }
 }
 
 /* Fills in the rates.  For cores without a row: tiles are far faster than fp32 on every CPU that has them.  For
-   vdpbf16ps that is not known, so its rate is set below 1 and the kernel of fp32 is used. */
+   vdpbf16ps and bfdot that is not known, so their rate is set below 1 and the kernel of fp32 is used. */
 static void ampi_rates_fill(amp_machine *m) {
     static const amp_rates scalar = {0.96f, 0.49f, 0.96f, 0.96f}, fma = {0.97f, 0.97f, 0.97f, 0.96f};
     static const amp_rates none = {0, 0, 0, 0};
@@ -7866,13 +7930,15 @@ static void ampi_rates_fill(amp_machine *m) {
     for (path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
         m->rates[path] = !ampi_cpu_has(&m->cpu, (amp_cpu_path)path) ? none : path == AMP_CPU_SCALAR ? scalar : fma;
     if (ampi_cpu_has(&m->cpu, AMP_CPU_AVX512_BF16)) m->rates[AMP_CPU_AVX512_BF16].bf16 = dot;
+    if (ampi_cpu_has(&m->cpu, AMP_CPU_NEON_BF16)) m->rates[AMP_CPU_NEON_BF16].bf16 = dot;
     if (ampi_cpu_has(&m->cpu, AMP_CPU_AMX)) m->rates[AMP_CPU_AMX].bf16 = tiles;
 }
 
-/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and up share.  Of two
-   equally fast paths it is the one with the lower number. */
+/* The path that multiplies bf16 fastest among those with the widest fp32 kernels, which AVX-512 and AMX share, and NEON
+   and NEON BF16.  Of two equally fast paths it is the one with the lower number. */
 static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
-    amp_cpu_path best = m->cpu.avx512 ? AMP_CPU_AVX512 : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
+    amp_cpu_path best = m->cpu.neon ? AMP_CPU_NEON : m->cpu.avx512 ? AMP_CPU_AVX512
+                      : m->cpu.avx2 ? AMP_CPU_AVX2 : AMP_CPU_SCALAR;
     int path;
     for (path = AMP_CPU_AVX512_BF16; path < AMP_CPU_PATHS; path++)
         if (m->rates[path].bf16 > m->rates[best].bf16) best = (amp_cpu_path)path;
@@ -7882,7 +7948,8 @@ static amp_cpu_path ampi_fastest_path(const amp_machine *m) {
 /* ---- Rates as text: "path dtype rate, path dtype rate" */
 
 typedef struct ampi_rate { int path; amp_dtype dtype; float rate; } ampi_rate;
-static const char *const ampi_path_words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+static const char *const ampi_path_words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon",
+                                                            "neon_bf16"};
 
 static float *ampi_rate_at(amp_rates *r, amp_dtype dtype) {
     return dtype == AMP_TF32 ? &r->tf32 : dtype == AMP_F16 ? &r->fp16 : dtype == AMP_BF16 ? &r->bf16 : &r->fp8;
@@ -7952,11 +8019,16 @@ static float ampi_rate_of(const amp_machine *m, amp_dtype dtype) {
     return dtype == AMP_F32 ? 1 : *ampi_rate_at(&rates, dtype);
 }
 
+/* Whether a path multiplies bf16 by instructions for it. */
+static int ampi_path_has_bf16(amp_cpu_path path) {
+    return path == AMP_CPU_AVX512_BF16 || path == AMP_CPU_AMX || path == AMP_CPU_NEON_BF16;
+}
+
 static void ampi_cpu_as_device(const amp_cpu_info *cpu, amp_device *out) {
     memset(out, 0, sizeof *out);
     snprintf(out->name, sizeof out->name, "%s", cpu->name);
     snprintf(out->kind, sizeof out->kind, "cpu");
-    out->bf16 = cpu->path >= AMP_CPU_AVX512_BF16;
+    out->bf16 = ampi_path_has_bf16(cpu->path);
     out->multiprocessors = cpu->cores;
     out->memory = cpu->memory;
     snprintf(out->versions, sizeof out->versions, AMPI_COMPILER "%.60s", __VERSION__);
@@ -7980,6 +8052,8 @@ static const char *ampi_cpu_path_name(amp_cpu_path path) {
         case AMP_CPU_AVX512: return "AVX-512";
         case AMP_CPU_AVX512_BF16: return "AVX-512 BF16";
         case AMP_CPU_AMX: return "AMX and AVX-512";
+        case AMP_CPU_NEON: return "NEON";
+        case AMP_CPU_NEON_BF16: return "NEON BF16";
         default: return "best";
     }
 }
@@ -8003,9 +8077,14 @@ static AMPI_COLD void ampi_print_machine(ampi_sheet *s, const amp_machine *machi
     ampi_print(s, "CPU      %s, %d cores, %.1f GiB\n", c->name, c->cores, (double)c->memory / 1073741824.0);
     ampi_print(s, "         caches L1d %lld KiB, L2 %lld KiB, L3 %lld KiB\n", (long long)(c->l1d / 1024),
                (long long)(c->l2 / 1024), (long long)(c->l3 / 1024));
-    ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
-               ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16), ampi_yes_no(c->avx512_fp16),
-               ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
+    if (c->neon)
+        ampi_print(s, "         neon yes, neon_bf16 %s, neon_fp16 %s, neon_fhm %s; kernels use %s\n",
+                   ampi_yes_no(c->neon_bf16), ampi_yes_no(c->neon_fp16), ampi_yes_no(c->neon_fhm),
+                   ampi_cpu_path_name(c->path));
+    else
+        ampi_print(s, "         avx2 %s, avx512 %s, avx512_bf16 %s, avx512_fp16 %s, amx_bf16 %s; kernels use %s\n",
+                   ampi_yes_no(c->avx2), ampi_yes_no(c->avx512), ampi_yes_no(c->avx512_bf16),
+                   ampi_yes_no(c->avx512_fp16), ampi_yes_no(c->amx_bf16), ampi_cpu_path_name(c->path));
     ampi_print_rates(s, machine);
     ampi_print(s, "device   %s%s%s", d->kind, is_cpu ? "" : ", ", is_cpu ? "" : d->name);
     if (d->cc_major > 0)
@@ -9150,6 +9229,7 @@ typedef struct ampi_attention_vec {
 enum {
     AMPI_GEMM_COLS = 32,                /* columns of the widest tile */
     AMPI_GEMM_ROWS_MOST = 14,           /* rows of the highest fp32 tile */
+    AMPI_GEMM_BEYOND = 16,              /* words that a vector writes beyond a tile of A, at most */
     AMPI_GEMM_BUFFER = 256                /* values in a buffer on the stack */
 };
 
@@ -9198,7 +9278,11 @@ typedef struct ampi_gemm_vec {
     int32_t unit;                       /* values of k in one word */
     int32_t block;                      /* words of k multiplied at a time */
     int32_t band;                       /* rows of A kept in the second-level cache */
+    int32_t bands;                      /* in a block of rows; B is packed once for each block, or kept */
     int32_t spare;                      /* rows of packed A beyond a tile that its kernel may read but does not use */
+    /* Packs a tile's n rows of k words, dst[p * rows + i] = src[i * ld + p], or src[p * ld + i] if not along_k.  It may
+       read `there` >= n rows, and write AMPI_GEMM_BEYOND words beyond the tile.  NULL: rows of A stay apart. */
+    void (*side_by_side)(float *dst, const float *src, int64_t ld, int along_k, int64_t k, int64_t n, int64_t there);
     int32_t edges;                      /* see ampi_gemm_tile */
     int32_t dot_rows;                   /* the most rows that `dots` takes */
     ampi_gemm_tile multiply;
@@ -9600,30 +9684,38 @@ static void ampi_fp8_slot_copy(const amp_k_fp8_slot *from, amp_k_fp8_slot *to) {
    C is cut into parts for the threads, by rows and by columns, but never by k.  So each sum is formed by one thread,
    block by block of k, and its bits depend neither on the number of threads nor on the cuts.  In a part:
 
-       for each block of rows, for each block of k:    pack the rows of A into words
+       for each block of rows, for each block of k:    pack the rows of A into tiles
            for each group of panels of columns:        pack the panels of B, unless they are packed already, by
                                                        gemm_pack or (if keep_b) for the first block of rows
                for each band of rows, for each panel, for each tile of rows:
                                                        multiply; in the last block of k, write to C
 
    Packed operands consist of 32-bit words.  A word is one fp32 value, or two bf16 values of neighbouring k (unit 2).
-   In this picture a block has four words of k, w0 to w3, and a panel has 2 columns instead of 16 or 32 (vec->cols):
+   In this picture a block has four words of k, w0 to w3, a tile has 2 rows instead of 6 or 14 (vec->rows), and a panel
+   has 2 columns instead of 16 or 32 (vec->cols):
 
-       A  by rows, `pitch` words apart        B  by panels, `stride` words apart; in a panel word by word
-          row 0   w0 w1 w2 w3                    panel 0   w0: column 0, column 1
-          row 1   w0 w1 w2 w3                              w1: column 0, column 1  ... w3
-          row 2   w0 w1 w2 w3                    panel 1   w0: column 2, 0         ... w3   (0 beyond the last column)
+       A  by tiles, and in a tile word by word       B  by panels, `stride` words apart; in a panel word by word
+          tile 0   w0: row 0, row 1                     panel 0   w0: column 0, column 1
+                   w1: row 0, row 1  ... w3                       w1: column 0, column 1  ... w3
+          tile 1   w0: row 2, -      ... w3             panel 1   w0: column 2, 0         ... w3   (0: no such column)
 
-   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Operands
-   that are not contiguous along k are woven into words while they are read (.weave of the kernel table).  A is then
-   transposed.
+   A tile's kernel takes one word of each of its rows of A, and multiplies it by a vector of a panel of B.  Both are
+   read from their first word to their last.  The kernels for pairs of bf16 and those with vectors of 4 floats have A
+   by rows instead, `pitch` words apart.  Operands that are not contiguous along k are woven into words while they are
+   read (.weave of the kernel table).
 
-   A panel of B stays in the first-level cache while a band of A is read from the second-level cache.  Packing rounds to
-   the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that already consist
-   of words, they run on one thread, and their scratch memory is on the stack. */
+   The sizes, for fp32 with AVX2 and with AVX-512:
+       tile     6 x 16 and 14 x 32: as many sums as fit in the registers beside a word of A and a vector or two of B
+       block    256 and 512 words of k: a panel of B has 16 and 64 KiB.  Longer blocks read and write C less often
+       band     84 and 196 rows of A: 84 and 392 KiB, which stay in the second-level cache while panels of B pass
+       bands    8 and 3 per block of rows: B is packed again for each block, unless it is kept (AMPI_GEMM_KEPT)
+       group    8 panels of B, packed at a time, and then used for each band
+   A panel of AVX2 stays in the first-level cache while the tiles of a band are read.
+
+   Packing rounds to the compute dtype.  Small products skip the steps that do not pay.  They use operands in place that
+   already consist of words, they run on one thread, and their scratch memory is on the stack. */
 
 enum {
-    AMPI_GEMM_BANDS = 3,                /* bands in a block of rows; B is packed once for each block, or kept */
     AMPI_GEMM_KEPT = 1 << 19,           /* most words of B that are kept packed for the next block of rows */
     AMPI_GEMM_GROUP = 8,                /* panels of B packed at a time */
     AMPI_GEMM_SUMS = 1 << 17,           /* words of a block of C's fp32 sums between blocks of k */
@@ -9656,7 +9748,8 @@ static const ampi_gemm_vec *ampi_gemm_pick(const ampi_cpu *cpu, amp_dtype comput
     if (cpu->path == AMP_CPU_AMX && compute == AMP_BF16) return &ampi_gemm_kernels_amx;
 #endif
 #if AMPI_GEMM_BF16
-    if (cpu->path == AMP_CPU_AVX512_BF16 && compute == AMP_BF16) return &ampi_gemm_kernels_bf16;
+    if (cpu->path == (AMPI_NEON ? AMP_CPU_NEON_BF16 : AMP_CPU_AVX512_BF16) && compute == AMP_BF16)
+        return &ampi_gemm_kernels_bf16;
 #endif
     (void)compute;
     return AMPI_PICK(ampi_gemm_kernels, cpu->path);
@@ -9741,6 +9834,25 @@ static void ampi_gemm_pack_rows(const ampi_gemm_vec *vec, const ampi_gemm_operan
     }
 }
 
+/* Packs the same rows into tiles, in which the words of one k lie side by side. */
+static void ampi_gemm_pack_tiles(const ampi_gemm_vec *vec, const ampi_gemm_operand *x, int64_t k0, int64_t k,
+                                 int64_t i0, int64_t m, float *dst, float *scratch) {
+    int64_t pitch = ampi_gemm_pitch(k), i;
+    for (i = 0; i < m; i += vec->rows, dst += vec->rows * k) {
+        const void *src = ampi_gemm_at(x, k0, i0 + i);
+        int64_t n = AMPI_MIN(m - i, (int64_t)vec->rows);
+        if (ampi_gemm_is_words(vec, x, k)) {
+            (vec->side_by_side)(dst, (const float *)src, x->ld, x->along_k, k, n, m - i);
+        } else if (x->along_k) {
+            (vec->rows_of)(scratch, pitch, src, x->dtype, x->compute, x->ld, k, n);
+            (vec->side_by_side)(dst, scratch, pitch, 1, k, n, vec->cols);
+        } else {
+            (vec->weave)(scratch, 0, src, x->dtype, x->compute, x->ld, k, n);
+            (vec->side_by_side)(dst, scratch, vec->cols, 0, k, n, n);
+        }
+    }
+}
+
 /* ---- One call and its parts */
 
 typedef struct ampi_gemm_call {
@@ -9756,6 +9868,7 @@ typedef struct ampi_gemm_call {
     int64_t block_rows, band_rows, block_panels;        /* of a block of C */
     int64_t pitch;                      /* of the sums kept between blocks of k */
     int use_a, use_b;                   /* 1: in place, unpacked */
+    int tiled_a;                        /* 1: A is packed in tiles */
     int keep_b;                         /* 1: a part keeps its packed panels of B for its next blocks of rows */
     int sum_in_c;                       /* 1: sums between blocks of k are kept in C */
     int past_cache;                     /* 1: C is written past the caches */
@@ -9772,7 +9885,8 @@ typedef struct ampi_gemm_step {
     int64_t k, words;                   /* k values and words of this block of k */
     int first, last;                    /* 1: the first block of k; 1: the last one */
     int reuse_b;                        /* 1: an earlier block of rows packed these panels, and they are kept */
-    const float *a; int64_t lda, step;
+    const float *a; int64_t lda, step;  /* words from row to row, and from k to k */
+    int64_t apart;                      /* words from tile to tile, per row of a tile */
     float *scratch;
 } ampi_gemm_step;
 
@@ -9833,8 +9947,8 @@ static void ampi_gemm_panel(const ampi_gemm_call *call, const ampi_gemm_step *s,
     ampi_gemm_bias(call, col, cols, bias);
     ampi_gemm_out_at(call, s, col, bias, &out);
     for (tile = 0; tile < tiles; tile++, from += rows) {
-        const float *a = s->a + from * s->lda, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
-        rows = (end - from) / (tiles - tile);
+        const float *a = s->a + from * s->apart, *before = s->first || sums == NULL ? NULL : sums + from * pitch;
+        rows = call->tiled_a ? AMPI_MIN(end - from, (int64_t)vec->rows) : (end - from) / (tiles - tile);
         if (next != NULL) ampi_gemm_fetch(next, s->words * width, tile, tiles);
         if (in_c) {
             float *c = (float *)out.c + from * g->ldc;
@@ -9905,10 +10019,18 @@ static void ampi_gemm_block(const ampi_gemm_call *call, ampi_gemm_step *s) {
             s->a = (const float *)ampi_gemm_at(&a, block * size, s->row);
             s->lda = a.along_k ? a.ld / call->vec->unit : 1;
             s->step = a.along_k ? 1 : a.ld;
+            s->apart = s->lda;
+        } else if (call->tiled_a) {
+            s->a = s->scratch + call->at_a;
+            s->lda = 1;
+            s->step = call->vec->rows;
+            s->apart = s->words;
+            ampi_gemm_pack_tiles(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a,
+                                 s->scratch + call->at_scratch);
         } else {
             s->step = 1;
             s->a = s->scratch + call->at_a;
-            s->lda = ampi_gemm_pitch(call->blocks.size);
+            s->lda = s->apart = ampi_gemm_pitch(call->blocks.size);
             ampi_gemm_pack_rows(call->vec, &a, block * size, s->k, s->row, s->rows, s->scratch + call->at_a, s->lda,
                                 s->scratch + call->at_scratch);
         }
@@ -10011,24 +10133,28 @@ static void ampi_gemm_plan(ampi_gemm_call *call) {
     ampi_gemm_operand a = ampi_gemm_operand_a(g, 0), b = ampi_gemm_operand_b(g, 0);
     int64_t tiles = (g->m + vec->rows - 1) / vec->rows, width = vec->cols, words = call->blocks.size;
     int64_t rows = AMPI_MIN((tiles + call->cut_m - 1) / call->cut_m * vec->rows, g->m),
-            panels = (call->panels + call->cut_n - 1) / call->cut_n, group, kept;
+            panels = (call->panels + call->cut_n - 1) / call->cut_n, group, kept, tiles_of_block;
     int keep;
     call->past_cache = ampi_gemm_past_cache(call);
     call->sum_in_c = g->c_dtype == AMP_F32 && g->act == AMP_ACT_NONE && g->pre == NULL && !call->past_cache;
     keep = !call->sum_in_c && call->blocks.count > 1;
     call->band_rows = vec->band;
-    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : AMPI_GEMM_BANDS));
+    call->block_rows = AMPI_MIN(rows, call->band_rows * (keep ? 2 : vec->bands));
     call->block_panels = keep ? AMPI_MIN(panels, AMPI_GEMM_SUMS / (call->block_rows * width)) : panels;
     call->pitch = ampi_gemm_pitch(call->block_panels * width);
     /* Few columns or rows do not repay packing the other operand.  Rows at multiples of 1 KiB share cache sets. */
     call->use_a = (a.along_k || vec->edges) && ampi_gemm_is_words(vec, &a, call->k) && panels <= 4 &&
                   (a.ld % 256 != 0 || rows <= 4) && vec->spare == 0;
     call->use_b = !b.along_k && ampi_gemm_is_words(vec, &b, call->k) && rows <= 2 * vec->rows;
+    call->tiled_a = !call->use_a && vec->side_by_side != NULL;
+    tiles_of_block = (call->block_rows + vec->rows - 1) / vec->rows;
     kept = call->block_panels * call->blocks.words * width;
     call->keep_b = call->packed_b == NULL && !call->use_b && rows > call->block_rows && kept <= AMPI_GEMM_KEPT;
     call->at_tile = 0;
     call->at_a = call->at_tile + vec->rows * width;
-    call->at_b = call->at_a + (call->use_a ? 0 : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
+    call->at_b = call->at_a + (call->use_a    ? 0
+                               : call->tiled_a ? tiles_of_block * vec->rows * words + AMPI_GEMM_BEYOND
+                                               : (call->block_rows + vec->spare) * ampi_gemm_pitch(words));
     group = AMPI_MIN(panels, (int64_t)AMPI_GEMM_GROUP) * words * width;
     call->at_scratch = call->at_b + (call->packed_b != NULL ? 0 : call->keep_b ? kept : group);
     call->at_sums = call->at_scratch + width * ampi_gemm_pitch(words);
@@ -14121,7 +14247,7 @@ static const ampi_field ampi_desc_fields[] = {
     AMPI_ENUM(level, AMP_LEVEL_O1, AMP_LEVEL_O3),
     AMPI_ENUM(policy, AMP_POLICY_FUSED, AMP_POLICY_TORCH),
     AMPI_ENUM(mode, AMP_MODE_TRAINING, AMP_MODE_INFERENCE),
-    AMPI_ENUM(cpu_path, 0, AMP_CPU_AMX),
+    AMPI_ENUM(cpu_path, 0, AMP_CPU_NEON_BF16),
     AMPI_ENUM(autotune, AMP_AUTOTUNE_OFF, AMP_AUTOTUNE_ON),
     AMPI_ENUM(cast_inputs, AMP_IO_NONE, AMP_IO_F32),
     AMPI_ENUM(cast_outputs, AMP_IO_NONE, AMP_IO_F32),
@@ -23503,7 +23629,8 @@ static int ampi_path_adopt(amp_context *amp, int path) {
 /* 1: the table SAME BITS says that the paths agree for products in the context's dtype. */
 static int ampi_paths_agree(const amp_context *amp, int a, int b) {
     amp_dtype dtype = ampi_settings(amp)->autocast_dtype;
-    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && dtype != AMP_BF16 && dtype != AMP_FP8);
+    return a == b || (AMPI_MIN(a, b) >= AMP_CPU_AVX512 && (a >= AMP_CPU_NEON) == (b >= AMP_CPU_NEON) &&
+                      dtype != AMP_BF16 && dtype != AMP_FP8);
 }
 
 /* Checks that this rank has not changed which gradients count between the check and the step, since all ranks agreed on
@@ -31910,6 +32037,10 @@ static void ampi_json_cpu(ampi_sheet *s, const amp_cpu_info *c) {
     ampi_json_flag(s, "avx512_bf16", c->avx512_bf16);
     ampi_json_flag(s, "avx512_fp16", c->avx512_fp16);
     ampi_json_flag(s, "amx_bf16", c->amx_bf16);
+    ampi_json_flag(s, "neon", c->neon);
+    ampi_json_flag(s, "neon_bf16", c->neon_bf16);
+    ampi_json_flag(s, "neon_fp16", c->neon_fp16);
+    ampi_json_flag(s, "neon_fhm", c->neon_fhm);
     ampi_json_count(s, "l1d", c->l1d);
     ampi_json_count(s, "l2", c->l2);
     ampi_json_count(s, "l3", c->l3);
@@ -37242,7 +37373,24 @@ AMPI_O1_END
 #  pragma pop_macro("function")
 #endif
 #endif
+
+#if AMPI_NEON
+#define AMPI_PASS 4
+#define AMPI_SUFFIX _neon
+#define AMPI_W 4
+#include "amp.h"
+#undef AMPI_PASS
+#undef AMPI_SUFFIX
+#undef AMPI_W
+#endif
 #elif defined(AMPI_PASS)
+/* For loops of few instructions.  With vectors as short as NEON's, counting would be a large part of them. */
+#undef AMPI_UNROLL_NEON
+#if AMPI_PASS == 4
+#  define AMPI_UNROLL_NEON _Pragma("GCC unroll 4")
+#else
+#  define AMPI_UNROLL_NEON
+#endif
 #if AMPI_KERNELS == 2
 /* ==== 2 >>numbers: vector kernels ==== */
 
@@ -37275,6 +37423,14 @@ static inline ampi_vf AMPI_V(ampi_load_tail)(const void *p, int64_t n) {
     return (ampi_vf)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_maskload_ps((const float *)p, AMPI_V(ampi_lane_mask)(n));
+#elif AMPI_PASS == 4
+    const float *from = (const float *)p;
+    float32x4_t v = vdupq_n_f32(0.0f);
+    if (n >= 4) return AMPI_V(ampi_load)(from);
+    if (n >= 2) v = vcombine_f32(vld1_f32(from), vget_low_f32(v));
+    if (n == 1) v = vld1q_lane_f32(from, v, 0);
+    else if (n == 3) v = vld1q_lane_f32(from + 2, v, 2);
+    return (ampi_vf)v;
 #else
     ampi_vf v = {0.0f};
     memcpy(&v, p, (size_t)n * sizeof(float));
@@ -37286,6 +37442,12 @@ static inline void AMPI_V(ampi_store_tail)(void *p, ampi_vf v, int64_t n) {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
 #elif AMPI_PASS == 2
     _mm256_maskstore_ps((float *)p, AMPI_V(ampi_lane_mask)(n), (__m256)v);
+#elif AMPI_PASS == 4
+    float *to = (float *)p;
+    if (n >= 4) AMPI_V(ampi_store)(to, v);
+    else if (n >= 2) vst1_f32(to, vget_low_f32((float32x4_t)v));
+    if (n == 1) vst1q_lane_f32(to, (float32x4_t)v, 0);
+    else if (n == 3) vst1q_lane_f32(to + 2, (float32x4_t)v, 2);
 #else
     memcpy(p, &v, (size_t)n * sizeof(float));
 #endif
@@ -37297,6 +37459,8 @@ static inline ampi_vf AMPI_V(ampi_select)(ampi_vi mask, ampi_vf yes, ampi_vf no)
     return (ampi_vf)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)yes, (__m512i)no, 0xca);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vbslq_f32((uint32x4_t)mask, (float32x4_t)yes, (float32x4_t)no);
 #else
     return (ampi_vf)((mask & (ampi_vi)yes) | (~mask & (ampi_vi)no));
 #endif
@@ -37360,6 +37524,8 @@ static inline ampi_vu AMPI_V(ampi_load16)(const void *p, int64_t i) {
     return (ampi_vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)from));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)from));
+#elif AMPI_PASS == 4
+    return (ampi_vu)vmovl_u16(vreinterpret_u16_u8(vld1_u8((const uint8_t *)from)));
 #else
     typedef uint16_t half __attribute__((__vector_size__(AMPI_W * 2)));
     half v;
@@ -37417,9 +37583,15 @@ static inline ampi_vf AMPI_V(ampi_f16_widen)(__m128i v) { return (ampi_vf)_mm256
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     return AMPI_V(ampi_f16_widen)(_mm_loadu_si128((const __m128i *)(const void *)((const char *)p + 2 * i)));
 }
-#endif
-
-#if AMPI_PASS < 2
+#elif AMPI_PASS == 4
+static inline uint16x4_t AMPI_V(ampi_f16_narrow)(ampi_vf v) {
+    return vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)v));
+}
+static inline ampi_vf AMPI_V(ampi_f16_widen)(uint16x4_t v) { return (ampi_vf)vcvt_f32_f16(vreinterpret_f16_u16(v)); }
+static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
+    return AMPI_V(ampi_f16_widen)(vreinterpret_u16_u8(vld1_u8((const uint8_t *)p + 2 * i)));
+}
+#else
 static inline ampi_vf AMPI_V(ampi_load_f16)(const void *p, int64_t i) {
     ampi_vf v;
     int j;
@@ -37508,6 +37680,7 @@ static void AMPI_V(ampi_f32_join)(void *dst, const void *bf16, const void *rest,
 
 static void AMPI_V(ampi_f32_from_bf16)(void *dst, const void *src, int64_t n) {
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) AMPI_V(ampi_store32)(dst, i, AMPI_V(ampi_load16)(src, i) << 16);
     for (; i < n; i++) ampi_put32(dst, i, (uint32_t)ampi_get16(src, i) << 16);
 }
@@ -37523,6 +37696,10 @@ static void AMPI_V(ampi_f16_from_f32)(void *dst, const void *src, int64_t n) {
     for (; i + 8 <= n; i += 8)
         _mm_storeu_si128((__m128i *)(void *)((char *)dst + 2 * i),
                          AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i)));
+#elif AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4)
+        vst1_u8((uint8_t *)dst + 2 * i,
+                vreinterpret_u8_u16(AMPI_V(ampi_f16_narrow)((ampi_vf)AMPI_V(ampi_load32)(src, i))));
 #endif
     for (; i < n; i++) ampi_put16(dst, i, ampi_to_f16(ampi_get32(src, i), 0, 0, AMPI_EVEN, 0));
 }
@@ -37558,6 +37735,8 @@ static inline __m128 AMPI_V(ampi_odd)(const double *src) {
     return _mm_castsi128_ps(
         _mm_or_si128(y, _mm_srli_epi32(AMPI_V(ampi_halves)(_mm256_cmp_pd(back, x, _CMP_NEQ_UQ)), 31)));
 }
+#elif AMPI_PASS == 4
+static inline float32x2_t AMPI_V(ampi_odd)(const double *src) { return vcvtx_f32_f64(vld1q_f64(src)); }
 #endif
 
 static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n) {
@@ -37566,6 +37745,8 @@ static void AMPI_V(ampi_f32_odd_from_f64)(void *dst, const void *src, int64_t n)
     for (; i + 8 <= n; i += 8) _mm256_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4) _mm_storeu_ps((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1_f32((float *)dst + i, AMPI_V(ampi_odd)((const double *)src + i));
 #endif
     for (; i < n; i++) {
         uint64_t x = ampi_get64(src, i), magnitude = x & ~(uint64_t)0 >> 1;
@@ -37586,6 +37767,8 @@ static void AMPI_V(ampi_f32_from_f64)(void *dst, const void *src, int64_t n) {
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4)
         _mm_storeu_ps((float *)dst + i, _mm256_cvtpd_ps(_mm256_loadu_pd((const double *)src + i)));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1_f32((float *)dst + i, vcvt_f32_f64(vld1q_f64((const double *)src + i)));
 #endif
     for (; i < n; i++) ampi_put32(dst, i, ampi_to_f32(ampi_get64(src, i), 0));
 }
@@ -37598,6 +37781,8 @@ static void AMPI_V(ampi_f64_from_f32)(void *dst, const void *src, int64_t n) {
 #elif AMPI_PASS == 2
     for (; i + 4 <= n; i += 4)
         _mm256_storeu_pd((double *)dst + i, _mm256_cvtps_pd(_mm_loadu_ps((const float *)src + i)));
+#elif AMPI_PASS == 4
+    for (; i + 2 <= n; i += 2) vst1q_f64((double *)dst + i, vcvt_f64_f32(vld1_f32((const float *)src + i)));
 #endif
     for (; i < n; i++) ampi_put64(dst, i, ampi_f64_bits_of_f32_bits(ampi_get32(src, i)));
 }
@@ -37634,6 +37819,10 @@ static AMPI_ALWAYS ampi_vu AMPI_V(ampi_load8)(const uint8_t *p) {
     return (ampi_vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
 #elif AMPI_PASS == 2
     return (ampi_vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
+#elif AMPI_PASS == 4
+    uint32_t four;
+    memcpy(&four, p, sizeof four);
+    return (ampi_vu)vmovl_u16(vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four)))));
 #else
     typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes v;
@@ -37647,6 +37836,10 @@ static AMPI_ALWAYS void AMPI_V(ampi_store8)(uint8_t *p, ampi_vu v) {
 #elif AMPI_PASS == 2
     __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packus_epi16(halves, halves));
+#elif AMPI_PASS == 4
+    uint16x4_t halves = vmovn_u32((uint32x4_t)v);
+    uint32_t four = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(vcombine_u16(halves, halves))), 0);
+    memcpy(p, &four, sizeof four);
 #else
     typedef uint8_t bytes __attribute__((__vector_size__(AMPI_W)));
     bytes narrow = __builtin_convertvector(v, bytes);
@@ -37835,22 +38028,27 @@ static int64_t AMPI_V(ampi_count16)(const void *src, int64_t n, uint32_t mask) {
 /* ---- Random numbers: AMPI_W Philox blocks at once, one in each lane */
 
 #if AMPI_PASS >= 2
-#if AMPI_PASS == 3
-#  define AMPI_M(name) _mm512_##name
-#  define ampi_mi __m512i
-#else
-#  define AMPI_M(name) _mm256_##name
-#  define ampi_mi __m256i
-#endif
-
 /* The low and the high 32 bits of the products x m. */
 static inline void AMPI_V(ampi_multiply)(ampi_vu x, uint32_t m, ampi_vu *low, ampi_vu *high) {
+#if AMPI_PASS == 4
+    uint32x4_t a = vreinterpretq_u32_u64(vmull_n_u32(vget_low_u32((uint32x4_t)x), m));
+    uint32x4_t b = vreinterpretq_u32_u64(vmull_high_n_u32((uint32x4_t)x, m));
+    *low = (ampi_vu)vuzp1q_u32(a, b);
+    *high = (ampi_vu)vuzp2q_u32(a, b);
+#else
     typedef uint64_t wide __attribute__((__vector_size__(AMPI_W * 4)));
-    ampi_mi factor = AMPI_M(set1_epi32)((int)m);
-    wide even = (wide)AMPI_M(mul_epu32)((ampi_mi)x, factor);
-    wide odd = (wide)AMPI_M(mul_epu32)((ampi_mi)((wide)x >> 32), factor);
+#if AMPI_PASS == 3
+    __m512i factor = _mm512_set1_epi32((int)m);
+    wide even = (wide)_mm512_mul_epu32((__m512i)x, factor);
+    wide odd = (wide)_mm512_mul_epu32((__m512i)((wide)x >> 32), factor);
+#else
+    __m256i factor = _mm256_set1_epi32((int)m);
+    wide even = (wide)_mm256_mul_epu32((__m256i)x, factor);
+    wide odd = (wide)_mm256_mul_epu32((__m256i)((wide)x >> 32), factor);
+#endif
     *low = (ampi_vu)((even & 0xffffffffu) | odd << 32);
     *high = (ampi_vu)(even >> 32 | (odd & 0xffffffff00000000u));
+#endif
 }
 
 /* Writes AMPI_W blocks, from `block` on, to out[0..4W).  The low word of their numbers must not wrap.  After the
@@ -37882,8 +38080,6 @@ static void AMPI_V(ampi_philox)(uint32_t *out, uint64_t seed, uint64_t block) {
     AMPI_V(ampi_store32)(out, 2 * AMPI_W, (ampi_vu)words.c);
     AMPI_V(ampi_store32)(out, 3 * AMPI_W, (ampi_vu)words.d);
 }
-#undef AMPI_M
-#undef ampi_mi
 #endif
 
 static void AMPI_V(ampi_random)(uint32_t *out, int64_t n, uint64_t seed, uint64_t index) {
@@ -37950,7 +38146,7 @@ static inline ampi_vf AMPI_V(ampi_keep)(ampi_vf v) {
     __asm__("" : "+v"(v));
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("" : "+x"(v));
-#elif defined(__aarch64__)
+#elif defined(__aarch64__) && defined(__ARM_NEON)
     __asm__("" : "+w"(v));
 #else
     __asm__("" : "+m"(v));
@@ -37964,6 +38160,8 @@ static inline ampi_vf AMPI_V(ampi_max)(ampi_vf a, ampi_vf b) {
     return (ampi_vf)_mm512_max_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_max_ps((__m256)a, (__m256)b);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vmaxnmq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_select)((ampi_vi)(a > b), a, b);
 #endif
@@ -37973,6 +38171,8 @@ static inline ampi_vf AMPI_V(ampi_min)(ampi_vf a, ampi_vf b) {
     return (ampi_vf)_mm512_min_ps((__m512)a, (__m512)b);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_min_ps((__m256)a, (__m256)b);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vminnmq_f32((float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_select)((ampi_vi)(a < b), a, b);
 #endif
@@ -37984,6 +38184,8 @@ static inline ampi_vf AMPI_V(ampi_fma)(ampi_vf a, ampi_vf b, ampi_vf c) {
     return (ampi_vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return AMPI_V(ampi_keep)(a * b) + c;
 #endif
@@ -38000,6 +38202,9 @@ static inline ampi_vf AMPI_V(ampi_div)(ampi_vf a, ampi_vf b) {
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("divps %1, %0" : "+x"(a) : "x"(b));
     return a;
+#elif AMPI_PASS == 4
+    __asm__("fdiv %0.4s, %0.4s, %1.4s" : "+w"(a) : "w"(b));
+    return a;
 #else
     return a / b;
 #endif
@@ -38011,6 +38216,8 @@ static inline ampi_vf AMPI_V(ampi_sqrt)(ampi_vf a) {
     __asm__("vsqrtps %0, %0" : "+x"(a));
 #elif AMPI_X86 && defined(__SSE__)
     __asm__("sqrtps %0, %0" : "+x"(a));
+#elif AMPI_PASS == 4
+    __asm__("fsqrt %0.4s, %0.4s" : "+w"(a));
 #else
     int i;
     for (i = 0; i < AMPI_W; i++) a[i] = sqrtf(a[i]);
@@ -38024,6 +38231,8 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
     return (ampi_vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
 #elif AMPI_PASS == 2
     return (ampi_vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif AMPI_PASS == 4
+    return (ampi_vf)vrndnq_f32((float32x4_t)x);
 #else
     ampi_vf half = (ampi_vf)(((ampi_vi)x & INT32_MIN) | (ampi_vi)AMPI_V(ampi_splat)(0.5f));
     return __builtin_convertvector(__builtin_convertvector(x + half, ampi_vi), ampi_vf);
@@ -38033,7 +38242,9 @@ static inline ampi_vf AMPI_V(ampi_round)(ampi_vf x) {
 /* The sum and the largest of all lanes.  Lane i is combined with lane i + W/2, then the halves of the result likewise,
    down to one lane. */
 static inline float AMPI_V(ampi_sum)(ampi_vf v) {
-#if AMPI_PASS >= 2
+#if AMPI_PASS == 4
+    return vpadds_f32(vadd_f32(vget_low_f32((float32x4_t)v), vget_high_f32((float32x4_t)v)));
+#elif AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
     __m256 h = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -38048,7 +38259,9 @@ static inline float AMPI_V(ampi_sum)(ampi_vf v) {
 #endif
 }
 static inline float AMPI_V(ampi_reduce_max)(ampi_vf v) {
-#if AMPI_PASS >= 2
+#if AMPI_PASS == 4
+    return vmaxnmvq_f32((float32x4_t)v);
+#elif AMPI_PASS >= 2
     __m128 s;
 #  if AMPI_PASS == 3
     __m256 h = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
@@ -38074,12 +38287,16 @@ static inline ampi_vf AMPI_V(ampi_polynomial)(const float *c, int n, ampi_vf x) 
 }
 
 /* x clamped to [low, high].  NaN stays NaN.  The instructions for min and max ensure that only for their second
-   operand. */
+   operand on x86, and for both on arm64. */
 static inline ampi_vf AMPI_V(ampi_bound)(ampi_vf x, float low, float high) {
     ampi_vf a = AMPI_V(ampi_splat)(low), b = AMPI_V(ampi_splat)(high);
 #if AMPI_X86 && AMPI_PASS >= 2
     __asm__("vmaxps %1, %2, %0" : "=v"(a) : "v"(x), "v"(a));
     __asm__("vminps %1, %2, %0" : "=v"(b) : "v"(a), "v"(b));
+    return b;
+#elif AMPI_PASS == 4
+    __asm__("fmax %0.4s, %1.4s, %2.4s" : "=w"(a) : "w"(x), "w"(a));
+    __asm__("fmin %0.4s, %1.4s, %2.4s" : "=w"(b) : "w"(a), "w"(b));
     return b;
 #else
     ampi_vi nan = AMPI_V(ampi_is_nan)(x);
@@ -38180,10 +38397,16 @@ static inline ampi_vf AMPI_V(ampi_erf)(ampi_vf x) {
 #if AMPI_W == 16
 #  define AMPI_GEMM_ROWS 14             /* 28 of 32 registers */
 #  define AMPI_GEMM_BLOCK 512
+#elif AMPI_PASS == 4
+#  define AMPI_GEMM_ROWS 8              /* 16 of 32 registers; 8 have words of the rows of a */
+#  define AMPI_GEMM_BLOCK 256
 #else
 #  define AMPI_GEMM_ROWS 6              /* 12 of 16 registers */
 #  define AMPI_GEMM_BLOCK 256
 #endif
+
+/* A vector is longer than a tile's column, so one store packs the words of a k. */
+#define AMPI_BESIDE (AMPI_W > AMPI_GEMM_ROWS)
 
 /* One word in all lanes.  It may be a pair of bf16, so its bits are copied. */
 static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
@@ -38195,7 +38418,7 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #if AMPI_PASS == 1
 #  define AMPI_TILE_LOAD(p) AMPI_V(ampi_load)(p)
 #  define AMPI_TILE_WRITE(p, v) AMPI_V(ampi_store)(p, v)
-#elif AMPI_PASS == 2                    /* masked loads and stores are slow in AVX2 */
+#elif AMPI_PASS == 2 || AMPI_PASS == 4 /* masked loads and stores are slow in AVX2, and NEON has none */
 #  define AMPI_TILE_LOAD(p) (cut ? AMPI_V(ampi_load_tail)(p, tail) : AMPI_V(ampi_load)(p))
 #  define AMPI_TILE_WRITE(p, v) \
     do { \
@@ -38227,9 +38450,45 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
         AMPI_TILE_WRITE(c + i * ldc, sum##i##_0); \
     }
 
+/* The same, for a packed tile of A and a packed panel of B. */
+#define AMPI_TILE_BESIDE(i) \
+    x = AMPI_V(ampi_gemm_word)(a + i); \
+    sum##i##_0 = AMPI_TILE_PRODUCT(x, b0, sum##i##_0); \
+    if (two) sum##i##_1 = AMPI_TILE_PRODUCT(x, b1, sum##i##_1);
+#define AMPI_TILE_SUM_BESIDE(r) \
+    AMPI_UNROLL_4 for (; chain > 0; chain--, b += 2 * AMPI_W, a += AMPI_GEMM_ROWS) { \
+        ampi_vf x, b0 = AMPI_V(ampi_load)(b), b1 = two ? AMPI_V(ampi_load)(b + AMPI_W) : b0; \
+        AMPI_ROWS_##r(AMPI_TILE_BESIDE) \
+    }
+
+/* NEON multiplies by one lane of a vector.  Where the words of a row of a are contiguous, four are loaded together.  gcc
+   replaces the intrinsic by four loads of one word, and so the instruction is written out. */
+#if AMPI_PASS == 4
+#define AMPI_TILE_BY_LANE(x, lane, b, sum) \
+    __asm__(AMPI_TILE_INSTRUCTION : "+w"(sum) : "w"(b), "w"(x), "i"(lane))
+#define AMPI_TILE_WORDS(i) ampi_vf x##i = AMPI_V(ampi_load)(at[i / 3] + i % 3 * lda);
+#define AMPI_TILE_LANE(i) \
+    AMPI_TILE_BY_LANE(x##i, lane, b0, sum##i##_0); \
+    if (two) AMPI_TILE_BY_LANE(x##i, lane, b1, sum##i##_1);
+#define AMPI_TILE_QUARTER(r, n) { \
+        enum { lane = n }; \
+        ampi_vf b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
+        AMPI_ROWS_##r(AMPI_TILE_LANE) \
+        b += ldb; \
+    }
+#define AMPI_TILE_FOURS(r) \
+    for (; step == 1 && chain >= 4; chain -= 4, at[0] += 4, at[1] += 4, at[2] += 4) { \
+        AMPI_ROWS_##r(AMPI_TILE_WORDS) \
+        AMPI_TILE_QUARTER(r, 0) AMPI_TILE_QUARTER(r, 1) AMPI_TILE_QUARTER(r, 2) AMPI_TILE_QUARTER(r, 3) \
+    }
+#else
+#  define AMPI_TILE_FOURS(r)
+#endif
+
 /* Adds a chain of products to the sums.  AMPI_TILE has this loop twice, for whole and for cut rows of b, so the loop
    itself does not test which they are. */
 #define AMPI_TILE_SUM(r) \
+    AMPI_TILE_FOURS(r) \
     for (; chain > 0; \
          chain--, b += ldb, at[0] += step, at[1] += step, at[2] += step, at[3] += step, at[4] += step) { \
         ampi_vf x, b0 = AMPI_TILE_FIRST(b), b1 = two ? AMPI_TILE_LOAD(b + AMPI_W) : b0; \
@@ -38246,12 +38505,14 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
                 size = chains > 1 ? (k + chains - 1) / chains : k, chain; \
         float part[2 * AMPI_W * r]; \
         enum { two = v - 1 }; \
-        int joined = 0, cut = AMPI_PASS == 2 && tail < AMPI_W; \
-        (void)tail; \
+        int joined = 0, cut = (AMPI_PASS == 2 || AMPI_PASS == 4) && tail < AMPI_W; \
+        int beside = AMPI_BESIDE && lda == 1 && step == AMPI_GEMM_ROWS && ldb == 2 * AMPI_W && tail == AMPI_W; \
         do { \
             AMPI_ROWS_##r(AMPI_TILE_ZERO) chain = AMPI_MIN(k, size); \
             k -= chain; \
-            if (cut) AMPI_TILE_SUM(r) else AMPI_TILE_SUM(r) \
+            if (beside) { AMPI_TILE_SUM_BESIDE(r) } \
+            else if (cut) { AMPI_TILE_SUM(r) } \
+            else { AMPI_TILE_SUM(r) } \
             if (joined) { AMPI_ROWS_##r(AMPI_TILE_JOIN) } \
             joined = 1; \
             if (k > 0) { AMPI_ROWS_##r(AMPI_TILE_PART) continue; } \
@@ -38262,17 +38523,21 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 #define AMPI_TILES_6(name, v) \
     AMPI_TILE(name, 1, v) AMPI_TILE(name, 2, v) AMPI_TILE(name, 3, v) \
     AMPI_TILE(name, 4, v) AMPI_TILE(name, 5, v) AMPI_TILE(name, 6, v)
-#define AMPI_TILES_14(name, v) AMPI_TILES_6(name, v) \
-    AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v) AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) \
-    AMPI_TILE(name, 11, v) AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
+#define AMPI_TILES_8(name, v) AMPI_TILES_6(name, v) AMPI_TILE(name, 7, v) AMPI_TILE(name, 8, v)
+#define AMPI_TILES_14(name, v) AMPI_TILES_8(name, v) \
+    AMPI_TILE(name, 9, v) AMPI_TILE(name, 10, v) AMPI_TILE(name, 11, v) \
+    AMPI_TILE(name, 12, v) AMPI_TILE(name, 13, v) AMPI_TILE(name, 14, v)
 #define AMPI_TILE_NAMES_6(name) \
     AMPI_V(name##1), AMPI_V(name##2), AMPI_V(name##3), AMPI_V(name##4), AMPI_V(name##5), AMPI_V(name##6)
-#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_6(name), \
-    AMPI_V(name##7), AMPI_V(name##8), AMPI_V(name##9), AMPI_V(name##10), \
-    AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
-#if AMPI_W == 16
+#define AMPI_TILE_NAMES_8(name) AMPI_TILE_NAMES_6(name), AMPI_V(name##7), AMPI_V(name##8)
+#define AMPI_TILE_NAMES_14(name) AMPI_TILE_NAMES_8(name), \
+    AMPI_V(name##9), AMPI_V(name##10), AMPI_V(name##11), AMPI_V(name##12), AMPI_V(name##13), AMPI_V(name##14)
+#if AMPI_GEMM_ROWS == 14
 #  define AMPI_TILES AMPI_TILES_14
 #  define AMPI_TILE_NAMES AMPI_TILE_NAMES_14
+#elif AMPI_GEMM_ROWS == 8
+#  define AMPI_TILES AMPI_TILES_8
+#  define AMPI_TILE_NAMES AMPI_TILE_NAMES_8
 #else
 #  define AMPI_TILES AMPI_TILES_6
 #  define AMPI_TILE_NAMES AMPI_TILE_NAMES_6
@@ -38280,11 +38545,13 @@ static inline ampi_vf AMPI_V(ampi_gemm_word)(const float *p) {
 
 #define AMPI_TILE_TARGET
 #define AMPI_TILE_PRODUCT AMPI_V(ampi_fma)
+#define AMPI_TILE_INSTRUCTION "fmla %0.4s, %1.4s, %2.s[%c3]"
 #define AMPI_TILE_CHAIN 192
 AMPI_TILES(ampi_tile_, 1)
 AMPI_TILES(ampi_tile_, 2)
 #undef AMPI_TILE_TARGET
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_INSTRUCTION
 #undef AMPI_TILE_CHAIN
 
 static void AMPI_V(ampi_gemm_multiply)(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda,
@@ -38407,6 +38674,23 @@ static void AMPI_V(ampi_transpose)(float *dst, int64_t ldd, const float *src, in
         for (c = r < whole ? quads : 0; c < cols; c++) memcpy(dst + c * ldd + r, src + r * lds + c, sizeof *dst);
 }
 
+#if AMPI_BESIDE
+/* The lanes of a vector beyond the tile's rows are overwritten by the next store. */
+static void AMPI_V(ampi_gemm_side_by_side)(float *dst, const float *src, int64_t ld, int along_k, int64_t k, int64_t n,
+                                           int64_t there) {
+    int64_t c = 0, r;
+    if (!along_k) {
+        for (; k > 0; k--, dst += AMPI_GEMM_ROWS, src += ld) AMPI_V(ampi_store)(dst, AMPI_V(ampi_load_tail)(src, n));
+        return;
+    }
+    if (there >= AMPI_W)
+        for (; c + 4 <= k; c += 4)
+            AMPI_V(ampi_transpose_strip)(dst + c * AMPI_GEMM_ROWS, AMPI_GEMM_ROWS, src + c, ld);
+    for (; c < k; c++)
+        for (r = 0; r < n; r++) memcpy(dst + c * AMPI_GEMM_ROWS + r, src + r * ld + c, sizeof *dst);
+}
+#endif
+
 /* ---- Writing results */
 
 static void AMPI_V(ampi_gemm_write)(void *dst, amp_dtype dtype, int64_t offset, const float *x, int64_t n) {
@@ -38524,7 +38808,7 @@ static float AMPI_V(ampi_dot)(const float *x, const float *y, int64_t n) {
 
 /* ---- Rows times rows, both contiguous along k.  Each lane has a part of a sum.  The lanes are added at the end. */
 
-#if AMPI_W == 16
+#if AMPI_PASS >= 3
 #  define AMPI_DOT_ROWS 6               /* 24 sums and their operands, in 32 registers */
 #else
 #  define AMPI_DOT_ROWS 2               /* 8 sums, in 16 registers */
@@ -38651,7 +38935,11 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .unit = 1,
     .block = AMPI_GEMM_BLOCK,
     .band = 14 * AMPI_GEMM_ROWS,
+    .bands = AMPI_W == 16 ? 3 : 8,
     .spare = 0,
+#if AMPI_BESIDE
+    .side_by_side = AMPI_V(ampi_gemm_side_by_side),
+#endif
     .edges = AMPI_PASS > 1,
     .dot_rows = AMPI_DOT_ROWS,
     .multiply = AMPI_V(ampi_gemm_multiply),
@@ -38667,11 +38955,12 @@ __extension__ static const ampi_gemm_vec AMPI_V(ampi_gemm_kernels) = {
     .outer = AMPI_V(ampi_gemm_outer),
     .pairs = NULL};
 
-/* ---- The same with pairs of bf16 and vdpbf16ps.  This instruction adds the product of the high halves, then that of
-   the low ones.  It reads subnormal operands as 0.  The instruction that packs operands does that too, unlike the
-   roundings of >>numbers. */
+/* ---- The same with pairs of bf16, and vdpbf16ps or bfdot.  Both instructions read subnormal operands as 0.  vdpbf16ps
+   adds the product of the high halves, then that of the low ones.  bfdot adds both products first.  Without FEAT_EBF16
+   it rounds each to odd, and so their sum and the result. */
 
-#if AMPI_GEMM_BF16 && AMPI_PASS == 3
+#if AMPI_GEMM_BF16 && AMPI_PASS >= 3
+#if AMPI_PASS == 3
 #define AMPI_TILE_TARGET __attribute__((__target__("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
 /* clang 16, which Apple calls 15, crashes with a stack overflow where the result of a shuffle becomes a vector of
@@ -38683,11 +38972,24 @@ static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi
 #endif
     return (ampi_vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)x, (__m512bh)b);
 }
+#else
+#if defined(__clang__)
+#  define AMPI_TILE_TARGET __attribute__((__target__("bf16")))
+#else
+#  define AMPI_TILE_TARGET __attribute__((__target__("+bf16")))
+#endif
+#define AMPI_TILE_INSTRUCTION "bfdot %0.4s, %1.8h, %2.2h[%c3]"
+static AMPI_TILE_TARGET inline ampi_vf ampi_gemm_dot2(ampi_vf x, ampi_vf b, ampi_vf sum) {
+    __asm__("bfdot %0.4s, %1.8h, %2.8h" : "+w"(sum) : "w"(b), "w"(x));
+    return sum;
+}
+#endif
 #define AMPI_TILE_PRODUCT ampi_gemm_dot2
 #define AMPI_TILE_CHAIN 256
 AMPI_TILES(ampi_tile_bf16_, 1)
 AMPI_TILES(ampi_tile_bf16_, 2)
 #undef AMPI_TILE_PRODUCT
+#undef AMPI_TILE_INSTRUCTION
 #undef AMPI_TILE_CHAIN
 
 static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const float *a, int64_t lda, int64_t step,
@@ -38699,6 +39001,70 @@ static void ampi_gemm_multiply_bf16(int64_t rows, int64_t cols, int64_t k, const
     tiles[two][rows - 1](k, a, lda, step, b, ldb, two ? cols - AMPI_W : cols, add, ldadd, c, ldc);
 }
 
+#if AMPI_PASS == 4
+static void ampi_gemm_row_bf16(float *dst, const void *src, amp_dtype dtype, amp_dtype compute, int64_t n) {
+    uint16_t *to = (uint16_t *)(void *)dst;
+    float wide[AMPI_GEMM_BUFFER];
+    int64_t i, m;
+    (void)compute;
+    if (dtype == AMP_F32) AMPI_V(ampi_bf16_from_f32)(to, src, n);
+    else if (dtype == AMP_BF16) memcpy(to, src, (size_t)n * sizeof *to);
+    else for (i = 0; i < n; i += m) {
+        m = AMPI_MIN(n - i, (int64_t)AMPI_GEMM_BUFFER);
+        AMPI_V(ampi_f32_from_f16)(wide, (const char *)src + 2 * i, m);
+        AMPI_V(ampi_bf16_from_f32)(to + i, wide, m);
+    }
+    if (n % 2 != 0) ampi_put16(to, n, 0);
+}
+static void ampi_gemm_rows_bf16(float *dst, int64_t pitch, const void *src, amp_dtype dtype, amp_dtype compute,
+                                int64_t ld, int64_t n, int64_t m) {
+    int64_t step = ld * (int64_t)amp_dtype_size(dtype), i;
+    for (i = 0; i < m; i++) ampi_gemm_row_bf16(dst + i * pitch, (const char *)src + i * step, dtype, compute, n);
+}
+
+/* Pairs of two rows' values from column j on.  high is NULL behind the last row. */
+static AMPI_ALWAYS ampi_vf ampi_gemm_pairs_bf16(const char *low, const char *high, int64_t j, amp_dtype dtype) {
+    AMPI_V(ampi_vuint) x = (AMPI_V(ampi_vuint))AMPI_V(ampi_gemm_words)(low, j, dtype, AMP_BF16) >> 16;
+    if (high != NULL) x |= (AMPI_V(ampi_vuint))AMPI_V(ampi_gemm_words)(high, j, dtype, AMP_BF16);
+    return (ampi_vf)x;
+}
+static AMPI_ALWAYS void ampi_gemm_weave_of(float *dst, int64_t stride, const char *src, amp_dtype dtype, int64_t ld,
+                                           int64_t k, int64_t n) {
+    int64_t size = (int64_t)amp_dtype_size(dtype), whole = n - n % (2 * AMPI_W), p, j;
+    float rest[2][2 * AMPI_W];
+    memset(rest, 0, sizeof rest);
+    for (p = 0; p < k; p += 2, dst += 2 * AMPI_W) {
+        const char *low = src + p * ld * size, *high = p + 1 < k ? low + ld * size : NULL;
+        const char *second = high != NULL ? (const char *)rest[1] : NULL;
+        float *to = dst;
+        for (j = 0; j < whole; j += 2 * AMPI_W, to += stride) {
+            AMPI_V(ampi_store)(to, ampi_gemm_pairs_bf16(low, high, j, dtype));
+            AMPI_V(ampi_store)(to + AMPI_W, ampi_gemm_pairs_bf16(low, high, j + AMPI_W, dtype));
+        }
+        if (whole == n) continue;
+        AMPI_V(ampi_gemm_row)(rest[0], low + whole * size, dtype, AMP_BF16, n - whole);
+        if (high != NULL) AMPI_V(ampi_gemm_row)(rest[1], high + whole * size, dtype, AMP_BF16, n - whole);
+        AMPI_V(ampi_store)(to, ampi_gemm_pairs_bf16((const char *)rest[0], second, 0, AMP_F32));
+        AMPI_V(ampi_store)(to + AMPI_W, ampi_gemm_pairs_bf16((const char *)rest[0], second, AMPI_W, AMP_F32));
+    }
+}
+static void ampi_gemm_weave_bf16(float *dst, int64_t stride, const void *src, amp_dtype dtype, amp_dtype compute,
+                                 int64_t ld, int64_t k, int64_t n) {
+    (void)compute;
+    if (dtype == AMP_F32) ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_F32, ld, k, n);
+    else if (dtype == AMP_F16) ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_F16, ld, k, n);
+    else ampi_gemm_weave_of(dst, stride, (const char *)src, AMP_BF16, ld, k, n);
+}
+
+__extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .edges = 0, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
+    .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
+    .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
+    .dots = AMPI_V(ampi_gemm_dots), .outer = AMPI_V(ampi_gemm_outer), .pairs = NULL
+};
+#else
+/* The instruction that packs operands reads subnormal numbers as 0 too, unlike the roundings of >>numbers. */
 #define AMPI_BF16_INLINE AMPI_TILE_TARGET AMPI_ALWAYS
 
 /* Makes a call in which the dtype is the constant OF_DTYPE. */
@@ -38950,12 +39316,14 @@ static const ampi_gemv_pairs ampi_gemv_bf16 = {ampi_gemv_combine_bf16, ampi_gemv
                                                ampi_gemm_strip_bf16, ampi_gemm_outer_bf16};
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_bf16 = {
-    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256, .band = 14 * AMPI_GEMM_ROWS, .spare = 0,
+    .rows = AMPI_GEMM_ROWS, .cols = 2 * AMPI_W, .unit = 2, .block = 256,
+    .band = 14 * AMPI_GEMM_ROWS, .bands = 3, .spare = 0,
     .edges = 1, .dot_rows = AMPI_DOT_ROWS, .multiply = ampi_gemm_multiply_bf16, .begin = NULL, .end = NULL,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
     .dots = ampi_gemm_dots_bf16, .outer = AMPI_V(ampi_gemm_outer), .pairs = &ampi_gemv_bf16
 };
+#endif
 #undef AMPI_TILE_TARGET
 #endif
 
@@ -39049,7 +39417,8 @@ static AMPI_TILE_TARGET void ampi_gemm_multiply_amx(int64_t rows, int64_t cols, 
 }
 
 __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
-    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .spare = 15, .edges = 0, .dot_rows = AMPI_DOT_ROWS,
+    .rows = 32, .cols = 32, .unit = 2, .block = 128, .band = 384, .bands = 3, .spare = 15,
+    .edges = 0, .dot_rows = AMPI_DOT_ROWS,
     .multiply = ampi_gemm_multiply_amx, .begin = ampi_amx_begin, .end = ampi_amx_end,
     .row = ampi_gemm_row_bf16, .rows_of = ampi_gemm_rows_bf16, .weave = ampi_gemm_weave_bf16,
     .transpose = AMPI_V(ampi_transpose), .finish = AMPI_V(ampi_gemm_finish), .combine = AMPI_V(ampi_gemm_combine),
@@ -39069,6 +39438,11 @@ __extension__ static const ampi_gemm_vec ampi_gemm_kernels_amx = {
 #undef AMPI_TILE
 #undef AMPI_TILE_ZERO
 #undef AMPI_TILE_STEP
+#undef AMPI_TILE_WORDS
+#undef AMPI_TILE_BY_LANE
+#undef AMPI_TILE_LANE
+#undef AMPI_TILE_QUARTER
+#undef AMPI_TILE_FOURS
 #undef AMPI_TILE_ADD
 #undef AMPI_TILE_JOIN
 #undef AMPI_TILE_PART
@@ -39117,7 +39491,7 @@ static inline void AMPI_V(ampi_product_store)(const ampi_product *p, int64_t r, 
 
 /* Computes as many rows from r on as the registers can hold, 8 with 32 registers and 4 with 16.  Where there are fewer
    rows, the first takes the place of the others, whose results are not stored. */
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
 #  define AMPI_PRODUCT_ROWS 8
 #else
 #  define AMPI_PRODUCT_ROWS 4
@@ -39127,7 +39501,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
     const float *b = p->b + x, *a0 = p->a + r * p->a_row;
     const float *a1 = n > 1 ? a0 + p->a_row : a0, *a2 = n > 2 ? a1 + p->a_row : a0, *a3 = n > 3 ? a2 + p->a_row : a0;
     AMPI_V(ampi_two) c0 = {{0.0f}, {0.0f}}, c1 = c0, c2 = c0, c3 = c0;
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
     const float *a4 = n > 4 ? a3 + p->a_row : a0, *a5 = n > 5 ? a4 + p->a_row : a0, *a6 = n > 6 ? a5 + p->a_row : a0;
     const float *a7 = n > 7 ? a6 + p->a_row : a0;
     AMPI_V(ampi_two) c4 = c0, c5 = c0, c6 = c0, c7 = c0;
@@ -39138,7 +39512,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
         c1 = AMPI_V(ampi_two_fma)(a1 + i, v, c1);
         c2 = AMPI_V(ampi_two_fma)(a2 + i, v, c2);
         c3 = AMPI_V(ampi_two_fma)(a3 + i, v, c3);
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
         c4 = AMPI_V(ampi_two_fma)(a4 + i, v, c4);
         c5 = AMPI_V(ampi_two_fma)(a5 + i, v, c5);
         c6 = AMPI_V(ampi_two_fma)(a6 + i, v, c6);
@@ -39149,7 +39523,7 @@ static void AMPI_V(ampi_product_rows)(const ampi_product *p, int64_t r, int64_t 
     if (n > 1) AMPI_V(ampi_product_store)(p, r + 1, x, c1);
     if (n > 2) AMPI_V(ampi_product_store)(p, r + 2, x, c2);
     if (n > 3) AMPI_V(ampi_product_store)(p, r + 3, x, c3);
-#if AMPI_PASS == 3
+#if AMPI_PASS >= 3
     if (n > 4) AMPI_V(ampi_product_store)(p, r + 4, x, c4);
     if (n > 5) AMPI_V(ampi_product_store)(p, r + 5, x, c5);
     if (n > 6) AMPI_V(ampi_product_store)(p, r + 6, x, c6);
@@ -39541,14 +39915,30 @@ typedef float AMPI_V(ampi_vhalf) __attribute__((__vector_size__(AMPI_W * 2), __m
 typedef int32_t AMPI_V(ampi_vhalf_bits) __attribute__((__vector_size__(AMPI_W * 2), __may_alias__));
 typedef double AMPI_V(ampi_vdouble) __attribute__((__vector_size__(AMPI_W * 4), __may_alias__));
 
+/* Converts half a vector to fp64. */
+static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_widen)(AMPI_V(ampi_vhalf) x) {
+#if AMPI_PASS == 4
+    return (AMPI_V(ampi_vdouble))vcvt_f64_f32((float32x2_t)x);
+#else
+    return __builtin_convertvector(x, AMPI_V(ampi_vdouble));
+#endif
+}
+
 static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
     int64_t i = 0;
+#if AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4) {
+        float32x4_t f = vld1q_f32(x + i);
+        vst1q_f64(total + i, vaddq_f64(vld1q_f64(total + i), vcvt_f64_f32(vget_low_f32(f))));
+        vst1q_f64(total + i + 2, vaddq_f64(vld1q_f64(total + i + 2), vcvt_high_f64_f32(f)));
+    }
+#endif
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vhalf) f;
         AMPI_V(ampi_vdouble) d;
         memcpy(&f, x + i, sizeof f);
         memcpy(&d, total + i, sizeof d);
-        d += __builtin_convertvector(f, AMPI_V(ampi_vdouble));
+        d += AMPI_V(ampi_widen)(f);
         memcpy(total + i, &d, sizeof d);
     }
     for (; i < n; i++) total[i] += (double)x[i];
@@ -39556,6 +39946,10 @@ static void AMPI_V(ampi_widen_row)(double *total, const float *x, int64_t n) {
 
 static void AMPI_V(ampi_narrow_row)(float *y, const double *total, int64_t n) {
     int64_t i = 0;
+#if AMPI_PASS == 4
+    for (; i + 4 <= n; i += 4)
+        vst1q_f32(y + i, vcvt_high_f32_f64(vcvt_f32_f64(vld1q_f64(total + i)), vld1q_f64(total + i + 2)));
+#endif
     for (; i + AMPI_W / 2 <= n; i += AMPI_W / 2) {
         AMPI_V(ampi_vdouble) d;
         AMPI_V(ampi_vhalf) f;
@@ -39702,6 +40096,7 @@ static float AMPI_V(ampi_squared_error_row)(const float *x, const float *target,
 static void AMPI_V(ampi_scale_shift_row)(const float *x, float a, float b, float *y, int64_t n) {
     ampi_vf scale = AMPI_V(ampi_splat)(a), shift = AMPI_V(ampi_splat)(b);
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i < n; i += AMPI_W) {
         AMPI_V(ampi_store_upto)(y + i, AMPI_V(ampi_fma)(AMPI_V(ampi_load_upto)(x + i, n - i), scale, shift), n - i);
     }
@@ -39720,6 +40115,7 @@ static void AMPI_V(ampi_add_row)(const float *a, float alpha, const float *b, fl
 static void AMPI_V(ampi_magnitudes_row)(uint32_t *most, const float *x, int64_t n) {
     float *to = (float *)(void *)most;
     int64_t i;
+    AMPI_UNROLL_NEON
     for (i = 0; i < n; i += AMPI_W) {
         ampi_vf had = AMPI_V(ampi_load_upto)(to + i, n - i);
         ampi_vi v = (ampi_vi)AMPI_V(ampi_load_upto)(x + i, n - i) & INT32_MAX;
@@ -39842,7 +40238,7 @@ static inline AMPI_V(ampi_vdouble) AMPI_V(ampi_add_square)(AMPI_V(ampi_vdouble) 
     AMPI_V(ampi_vhalf_bits) x;
     AMPI_V(ampi_vdouble) d;
     memcpy(&x, p, sizeof x);
-    d = __builtin_convertvector((AMPI_V(ampi_vhalf))x, AMPI_V(ampi_vdouble));
+    d = AMPI_V(ampi_widen)((AMPI_V(ampi_vhalf))x);
     *bad |= (AMPI_V(ampi_vhalf_bits))((x & 0x7f800000) == 0x7f800000);
     return sum + d * d;
 }
@@ -39932,6 +40328,7 @@ static void AMPI_V(ampi_multi_sgd)(float *w, const float *g, float *m, float *v,
     int64_t i, rest;
     ampi_vf a = {0}, x, *scratch = m != NULL ? &a : NULL;
     (void)v;
+    AMPI_UNROLL_NEON
     for (i = 0; i + AMPI_W <= n; i += AMPI_W) {
         if (m != NULL) a = AMPI_V(ampi_load)(m + i);
         x = AMPI_V(ampi_sgd_one)(AMPI_V(ampi_load)(w + i), AMPI_V(ampi_load)(g + i), scratch, s);

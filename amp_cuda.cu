@@ -3926,9 +3926,16 @@ template <class T>
 __global__ void __launch_bounds__(1024)
     ampc_loss_total(const T *values, int64_t n, const ampc_labels *labels, int64_t counted, int sum, float *loss) {
     AMPC_SHARED(double, scratch, 32);
+    enum { U = 8, THREADS = 1024 };         /* reads in flight, and the block */
     double total = 0.0;
     if (labels && labels->bad) return;
-    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) total += (double)values[i];
+    for (int64_t i = threadIdx.x; i < n; i += U * THREADS) {
+        T value[U];
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) value[u] = i + u * THREADS < n ? values[i + u * THREADS] : (T)0;
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) total += (double)value[u];
+    }
     total = ampc_block_sum(total, scratch);
     if (threadIdx.x != 0) return;
     if (labels) counted = labels->counted;
@@ -4272,8 +4279,8 @@ __global__ void __launch_bounds__(256) ampc_sort_count(ampc_sort s, const ampc_l
     counts[threadIdx.x * s.tiles + blockIdx.x] = count[threadIdx.x];
 }
 
-/* The sum over the threads before this one. */
-__device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
+/* The sum over the threads before this one.  *all is set to the sum over the block. */
+__device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch, int64_t *all) {
     int lane = (int)threadIdx.x % 32, warp = (int)threadIdx.x / 32, warps = (int)blockDim.x / 32;
     int64_t sum = x, before = 0;
     AMPC_UNROLL
@@ -4283,23 +4290,32 @@ __device__ inline int64_t ampc_block_before(int64_t x, int64_t *scratch) {
     }
     if (lane == 31) scratch[warp] = sum;
     __syncthreads();
-    for (int w = 0; w < warps; w++)
-        if (w < warp) before += scratch[w];
+    *all = 0;
+    for (int w = 0; w < warps; w++) {
+        if (w == warp) before = *all;
+        *all += scratch[w];
+    }
     return before + sum - x;
 }
 
-/* Each count becomes the sum of all counts before it.  Runs as one block. */
+/* Each of counts becomes the sum of all counts before it.  Runs as one block.  A thread has eight counts at a time,
+   which it reads together. */
 __global__ void __launch_bounds__(1024) ampc_sort_scan(const ampc_labels *labels, int64_t *counts, int64_t n) {
     AMPC_SHARED(int64_t, scratch, 32);
-    int64_t each = ampc_blocks(n, blockDim.x), begin = each * threadIdx.x, end = begin + each < n ? begin + each : n,
-            sum = 0;
+    enum { U = 8, THREADS = 1024 };
+    int64_t done = 0, all;
     if (labels->bad) return;
-    for (int64_t i = begin; i < end; i++) sum += counts[i];
-    sum = ampc_block_before(sum, scratch);
-    for (int64_t i = begin; i < end; i++) {
-        int64_t count = counts[i];
-        counts[i] = sum;
-        sum += count;
+    for (int64_t base = 0; base < n; base += U * THREADS, done += all) {
+        int64_t begin = base + U * threadIdx.x, count[U], sum = 0;
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) sum += count[u] = begin + u < n ? counts[begin + u] : 0;
+        sum = done + ampc_block_before(sum, scratch, &all);
+        AMPC_UNROLL
+        for (int u = 0; u < U; u++) {
+            if (begin + u < n) counts[begin + u] = sum;
+            sum += count[u];
+        }
+        __syncthreads();            /* scratch has been read */
     }
 }
 

@@ -289,7 +289,7 @@ static double measure_peak(const check *c, amp_dtype dtype) {
 
 /* Adds what a path reached to the line of rates. */
 static void add_rates(check *c, amp_cpu_path path, const double products[PRECISIONS]) {
-    static const char *const words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+    static const char *const words[AMP_CPU_PATHS] = {"", "scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"};
     int i;
     for (i = 0; i < PRECISIONS; i++) {
         size_t used = strlen(c->rates);

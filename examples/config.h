@@ -196,12 +196,47 @@ static inline int config_find_only(const config_only *only, const char *key, jso
     return 0;
 }
 
+enum { CONFIG_MOST_KEYS = 1000 };
+typedef struct config_key { char name[128]; json value; } config_key;
+
+static inline int config_by_key(const void *a, const void *b) {
+    const config_key *x = (const config_key *)a, *y = (const config_key *)b;
+    int order = strcmp(x->name, y->name);
+    return order != 0 ? order : x->value.at < y->value.at ? -1 : 1;
+}
+
+/* Refuses an object that has a key twice.  A key of more than 127 bytes has the name "" and is not compared. */
+static inline amp_result config_once(const config_model *m) {
+    config_key *keys = (config_key *)malloc(CONFIG_MOST_KEYS * sizeof *keys);
+    json j = json_open(m->text, m->bytes);
+    int64_t n = 0, i;
+    amp_result result = AMP_OK;
+    int more;
+    if (keys == NULL) return ex_fail(AMP_ERR_MEMORY, "%s: no memory for its keys", m->path);
+    json_need(&j, '{');
+    for (more = json_peek(&j) == '"'; more && n < CONFIG_MOST_KEYS; more = json_take(&j, ',')) {
+        if (!json_member(&j, keys[n].name, &keys[n].value)) break;
+        n++;
+    }
+    if (more && n == CONFIG_MOST_KEYS)
+        result = ex_fail(AMP_ERR_FORMAT, "%s: there are more than %d keys, so this is not the description of a model",
+                         m->path, CONFIG_MOST_KEYS);
+    qsort(keys, (size_t)n, sizeof *keys, config_by_key);
+    for (i = 1; i < n && result == AMP_OK; i++) {
+        int64_t length = keys[i].value.end - keys[i].value.at;
+        if (keys[i].name[0] == 0 || strcmp(keys[i - 1].name, keys[i].name) != 0) continue;
+        result = config_refuse(m, keys[i].name, "appears twice, the second time as %.*s: drop one",
+                               (int)(length < 60 ? length : 60), keys[i].value.at);
+    }
+    free(keys);
+    return result;
+}
+
 /* Checks that it is a JSON object with each key once, and no value of a model that is not supported. */
 static inline amp_result config_check(config_model *m, const config_rules *rules) {
-    enum { MOST_KEYS = 1000 };
-    json j = json_open(m->text, m->bytes), value, first;
+    json j = json_open(m->text, m->bytes), value;
     char key[128];
-    int64_t line = 1, keys = 0;
+    int64_t line = 1;
     const char *at;
     int more, ok, unknown = 0;
     if (json_peek(&j) == '{') json_skip(&j);
@@ -210,15 +245,10 @@ static inline amp_result config_check(config_model *m, const config_rules *rules
         for (at = m->text; at < j.at; at++) line += *at == '\n';
         return ex_fail(AMP_ERR_FORMAT, "%s: line %lld: not a JSON object", m->path, (long long)line);
     }
+    EX_TRY(config_once(m));
     j = json_open(m->text, m->bytes);
     json_need(&j, '{');
     for (more = json_peek(&j) == '"'; more && json_member(&j, key, &value); more = json_take(&j, ',')) {
-        if (++keys > MOST_KEYS)
-            return ex_fail(AMP_ERR_FORMAT, "%s: there are more than %d keys, so this is not the description of a "
-                                           "model", m->path, MOST_KEYS);
-        if (key[0] != 0 && config_get(m, key, &first) && first.at != value.at)
-            return config_refuse(m, key, "appears twice, the second time as %.*s: drop one",
-                                 (int)(value.end - value.at < 60 ? value.end - value.at : 60), value.at);
         if (config_find_only(config_only_of_all, key, value, &ok) || config_find_only(rules->only, key, value, &ok)) {
             if (!ok) return config_refuse(m, key, "this kind of model is not supported");
         } else if (ex_word_place(rules->read, key) < 0 && ex_word_place(rules->kept, key) < 0 &&
@@ -376,7 +406,7 @@ static inline void config_merge(json_buffer *b, const char *source, const config
 
 static inline amp_result config_save(const json_buffer *b, const char *path) {
     return b->failed ? ex_fail(AMP_ERR_MEMORY, "no memory for %s", path)
-                     : amp_file_write_atomic(NULL, path, b->text, b->used);
+                     : ex_file_write(path, b->text, b->used);
 }
 
 static inline void config_own_put(config_own *own, const char *key, config_how how, const char *format, ...)

@@ -96,10 +96,12 @@ int main(int argc, char **argv) {
     static work all[MOST_RANKS];
     amp_ranks *ranks;
     amp_ranks_desc desc = {0};
+    char *end = "";
+    long world = argc > 1 ? strtol(argv[1], &end, 10) : 2;
     int failed = 0;
-    desc.world = argc > 1 ? atoi(argv[1]) : 2;
-    if (desc.world < 1 || desc.world > MOST_RANKS)
+    if (world < 1 || world > MOST_RANKS || *end != 0)
         return fprintf(stderr, "ranks: \"%s\" must be 1 to %d\n", argv[1], MOST_RANKS), 2;
+    desc.world = (int32_t)world;
     CHECK(amp_ranks_create(&ranks, &desc));
     for (int i = 0; i < desc.world; i++) {
         CHECK(amp_ranks_reducer(ranks, i, &all[i].reducer));

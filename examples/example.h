@@ -63,6 +63,25 @@ static inline int ex_word_place(const char *words, const char *text) {
     return -1;
 }
 
+/* ---- Numbers from a command line.  1 if the whole text is one from `lowest` to `highest`, which *out becomes. */
+
+static inline int ex_integer(const char *text, int64_t lowest, int64_t highest, int64_t *out) {
+    char *end;
+    long long value;
+    errno = 0;
+    value = strtoll(text, &end, 10);
+    if (end == text || *end != 0 || errno == ERANGE || value < lowest || value > highest) return 0;
+    *out = value;
+    return 1;
+}
+static inline int ex_number(const char *text, double lowest, double highest, double *out) {
+    char *end;
+    double value = strtod(text, &end);
+    if (end == text || *end != 0 || !amp_is_finite_f64(&value) || value < lowest || value > highest) return 0;
+    *out = value;
+    return 1;
+}
+
 /* ---- Output, signals, folders */
 
 static inline double ex_seconds(void) {
@@ -180,7 +199,7 @@ static inline int ex_remove_if_unfinished(void *path, const char *name) {
 
 /* Removes PATH.tmpPID@HOST-RANDOM, left by a process killed in amp_file_write_atomic, if HOST is this machine and PID
    no longer runs. */
-static inline void ex_remove_unfinished(char *path) {
+static inline void ex_remove_unfinished(const char *path) {
     char folder[PATH_MAX];
     const char *slash = strrchr(path, '/');
     amp_system s;
@@ -190,7 +209,13 @@ static inline void ex_remove_unfinished(char *path) {
              : slash == path ? 1
                              : (int)(slash - path),
              slash == NULL ? "." : path);
-    (void)s.file_list(s.user, folder, ex_remove_if_unfinished, path);
+    (void)s.file_list(s.user, folder, ex_remove_if_unfinished, (void *)(uintptr_t)path);
+}
+
+/* Writes a whole file or, if that fails, none; before, removes what killed processes left of it. */
+static inline amp_result ex_file_write(const char *path, const void *bytes, size_t size) {
+    ex_remove_unfinished(path);
+    return amp_file_write_atomic(NULL, path, bytes, size);
 }
 
 /* ---- The device, and random numbers */

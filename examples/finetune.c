@@ -12,7 +12,7 @@
 #include "encoder_files.h"
 #include "wordpiece.h"
 
-enum { BATCH = 16, SEQ = 64, EPOCHS = 3 };
+enum { BATCH = 16, SEQ = 64, EPOCHS = 3, CLASSES = 64 };
 static amp_context *amp; static encoder model; static wordpiece words; static int32_t *device;
 
 static void check(amp_result result) {
@@ -26,18 +26,19 @@ typedef struct text { int32_t ids[SEQ], length, label; } text;
 static text *read_texts(const char *path, int64_t *n, int32_t *classes) {
     char *file, *line;
     size_t bytes;
-    text *texts = NULL;
+    text *texts = NULL, *t;
     check(ex_st(st_read_file(path, &file, &bytes)));
     for (*n = 0, *classes = 2, line = strtok(file, "\n"); line != NULL; line = strtok(NULL, "\n")) {
         char *tab = strchr(line, '\t');
-        text *t;
-        if (tab == NULL || line[0] < '0' || line[0] > '9')
-            check(ex_fail(AMP_ERR_FORMAT, "%s: line %lld is not \"number<TAB>text\"", path, (long long)*n + 1));
+        int64_t label = 0;
+        if (tab != NULL) *tab = 0;
+        if (tab == NULL || !ex_integer(line, 0, CLASSES - 1, &label))
+            check(ex_fail(AMP_ERR_FORMAT, "%s: line %lld is not \"number<TAB>text\", number below %d", path,
+                          (long long)*n + 1, CLASSES));
         texts = (text *)realloc(texts, (size_t)(*n + 1) * sizeof *texts);
         if (texts == NULL) check(ex_fail(AMP_ERR_MEMORY, "%s: no memory", path));
-        t = &texts[(*n)++];
-        memset(t, 0, sizeof *t);
-        t->label = atoi(line);
+        memset(t = &texts[(*n)++], 0, sizeof *t);
+        t->label = (int32_t)label;
         t->ids[0] = words.begin;
         t->length = 1 + (int32_t)wordpiece_encode(&words, tab + 1, (int64_t)strlen(tab + 1), t->ids + 1, SEQ - 2);
         t->ids[t->length++] = words.end;
@@ -88,7 +89,7 @@ static void open_model(const char *folder, int32_t classes) {
 }
 
 static double accuracy(const text *texts, int64_t n) {
-    float logits[BATCH * 64];
+    float logits[BATCH * CLASSES];
     int64_t first, i, right = 0, classes = model.config.classes;
     for (first = 0; first < n; first += BATCH) {
         int64_t count = n - first < BATCH ? n - first : BATCH;
@@ -118,7 +119,6 @@ int main(int argc, char **argv) {
     if (folder != NULL && access(path, R_OK) == 0) check(ex_st(wordpiece_open(&words, path, 0)));
     else wordpiece_bytes(&words);
     texts = read_texts(argv[1], &n, &classes);
-    if (classes > 64) return fprintf(stderr, "there are %d classes, and at most 64 are allowed\n", (int)classes), 2;
     train = n - n / 10;
     check(amp_open(&amp, NULL));
     check(amp_query_choice(amp, &choice));

@@ -82,8 +82,8 @@ static void open_tokenizer(bpe *t, const char *path) {
 
 int main(int argc, char **argv) {
     const char *prompt = argc > 2 ? argv[2] : "";
-    int64_t wanted = argc > 3 ? atoll(argv[3]) : 100, n, i;
-    sampler how = {argc > 4 ? atof(argv[4]) : 0.8, 0, 1};
+    int64_t wanted = 100, n, i;
+    sampler how = {0.8, 0, 1};
     amp_settings settings = {0};
     amp_desc desc = {0};
     gpt_file file;
@@ -93,8 +93,12 @@ int main(int argc, char **argv) {
     char *text;
     bpe words;
     ex_begin();
-    if (argc < 2 || wanted < 1)
+    if (argc < 2 || argc > 5)
         return fprintf(stderr, "usage: generate model.safetensors [prompt] [tokens] [temperature]\n"), 2;
+    if (argc > 3 && !ex_integer(argv[3], 1, 1 << 24, &wanted))
+        return fprintf(stderr, "tokens: \"%s\" must be a whole number from 1 to 16777216\n", argv[3]), 2;
+    if (argc > 4 && !ex_number(argv[4], 0, 1000, &how.temperature))
+        return fprintf(stderr, "temperature: \"%s\" must be a number from 0 to 1000\n", argv[4]), 2;
     check(amp_settings_read_env(&settings));
     check(amp_settings_fill(&settings, NULL, &desc, NULL, NULL, NULL));
     check(amp_open(&amp, &desc));
@@ -121,8 +125,8 @@ int main(int argc, char **argv) {
     for (i = 0; i + 1 < wanted; i++) {
         next_logits(tokens[i], i, (int32_t *)id, logits);
         if (i + 1 >= n)
-            tokens[i + 1] = sample_token(&how, logits, logits + model.config.vocab, model.config.vocab,
-                                         (double)amp_random_uniform(how.seed, (uint64_t)i));
+            check(sample_next(&how, logits, logits + model.config.vocab, model.config.vocab,
+                              (double)amp_random_uniform(how.seed, (uint64_t)i), &tokens[i + 1]));
     }
     text = sample_text(&words, model.config.vocab, tokens, wanted);
     if (text != NULL) sample_print(text);

@@ -183,12 +183,14 @@ static void sample(const gpt *g, amp_context *amp, amp_tape *tape) {
 
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "amp.h";
-    int64_t steps = argc > 3 ? atoll(argv[3]) : 400;
+    char *end = "";
+    int64_t steps = argc > 3 ? strtoll(argv[3], &end, 10) : 400;
     amp_desc desc = {0};
     amp_context *amp;
     amp_tape *tape;
     gpt model;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\" must be a number of 1 or more\n", argv[3]), 2;
+    if (steps < 1 || steps > 1000000000 || *end != 0)
+        return fprintf(stderr, "steps: \"%s\" must be a number from 1 to 1000000000\n", argv[3]), 2;
     check(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
     check(amp_open(&amp, &desc));
     check(amp_tape_create(amp, &tape, NULL));

@@ -95,15 +95,16 @@ static void train(const char *path, int64_t steps, const amp_choice *choice) {
 
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "amp.h";
-    int64_t steps = argc > 3 ? atoll(argv[3]) : 400;
+    int64_t steps = 400;
     amp_desc desc = {0};
     amp_choice choice;
     ex_begin();
+    if (argc > 3 && !ex_integer(argv[3], 1, 1000000000, &steps))
+        return fprintf(stderr, "steps: \"%s\" must be a number from 1 to 1000000000\n", argv[3]), 2;
     CHECK(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
     CHECK(amp_open(&amp, &desc));
     CHECK(amp_query_choice(amp, &choice));
     CHECK(amp_tape_create(amp, &tape, NULL));
-    if (steps < 1) return fprintf(stderr, "steps must be 1 or more\n"), 1;
     if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
     else CHECK(llama_load(&model, amp, path));
     if (model.config.vocab == VOCAB) sample(1);

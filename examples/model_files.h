@@ -56,7 +56,7 @@ static inline amp_result model_write_meta(st_writer *w, const json_buffer *confi
 /* Ends and writes the file, atomically, if all before it went well; closes the writer. */
 static inline amp_result model_write_end(st_writer *w, const char *path, amp_result result) {
     if (result == AMP_OK) result = ex_st(st_write_end(w));
-    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, w->file, w->bytes);
+    if (result == AMP_OK) result = ex_file_write(path, w->file, w->bytes);
     st_write_close(w);
     return result;
 }

@@ -18,12 +18,16 @@ static inline int sample_falling(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* Draws from softmax(logits / temperature), restricted to the top_k largest; u is uniform in [0, 1). */
+/* Draws from softmax(logits / temperature), restricted to the top_k largest; u is uniform in [0, 1).  -1: a logit is
+   NaN or infinite. */
 static inline int32_t sample_token(const sampler *s, float *logits, float *scratch, int64_t vocab, double u) {
     float best = logits[0], least = -3.4e38f;
     double total = 0, sum = 0;
     int64_t i, at = 0;
-    for (i = 1; i < vocab; i++) if (logits[i] > best) { best = logits[i]; at = i; }
+    for (i = 0; i < vocab; i++) {
+        if (!amp_is_finite_f32(&logits[i])) return -1;
+        if (logits[i] > best) { best = logits[i]; at = i; }
+    }
     if (s->temperature <= 0) return (int32_t)at;
     if (s->top_k > 0 && s->top_k < vocab) {
         memcpy(scratch, logits, (size_t)vocab * sizeof *scratch);
@@ -42,6 +46,14 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *scrat
     return (int32_t)at;
 }
 
+/* The same, as a result of its own where there is no such token. */
+static inline amp_result sample_next(const sampler *s, float *logits, float *scratch, int64_t vocab, double u,
+                                     int32_t *token) {
+    *token = sample_token(s, logits, scratch, vocab, u);
+    return *token >= 0 ? AMP_OK : ex_fail(AMP_ERR_RANGE, "the model's output is NaN or infinite: its weights are "
+                                          "damaged, or its numbers leave the range of the precision");
+}
+
 /* The logits after `tokens`, from the last config.seq of them, on the host. */
 static inline amp_result gpt_next_logits(gpt *g, const int32_t *tokens, int64_t n, int32_t *ids, float *logits) {
     int64_t seq = n < g->config.seq ? n : g->config.seq;
@@ -58,9 +70,9 @@ static inline amp_result gpt_sample(gpt *g, const sampler *s, int32_t *tokens, i
     if (result == AMP_OK) result = amp_alloc(g->amp, &ids, g->config.seq * (int64_t)sizeof(int32_t));
     for (; n < wanted && result == AMP_OK && !ex_stop_requested; n++) {
         result = gpt_next_logits(g, tokens, n, (int32_t *)ids, logits);
-        if (result != AMP_OK) break;
-        tokens[n] = sample_token(s, logits, logits + g->config.vocab, g->config.vocab,
-                                 (double)amp_random_uniform(s->seed, (uint64_t)n));
+        if (result == AMP_OK)
+            result = sample_next(s, logits, logits + g->config.vocab, g->config.vocab,
+                                 (double)amp_random_uniform(s->seed, (uint64_t)n), &tokens[n]);
     }
     amp_free(g->amp, ids);
     free(logits);

@@ -59,8 +59,11 @@ int main(int argc, char **argv) {
     amp_range range = {"gradient", NULL, WEIGHTS, AMP_F32};             /* any number of your own arrays */
     amp_grad_set_desc ranges = {0};
     amp_desc settings = {0};
-    int skipped = 0, steps = argc > 1 ? atoi(argv[1]) : 2000;
-    if (steps < 1) return fprintf(stderr, "steps: \"%s\" must be a number of 1 or more\n", argv[1]), 2;
+    char *end = "";
+    long steps = argc > 1 ? strtol(argv[1], &end, 10) : 2000;
+    int skipped = 0;
+    if (steps < 1 || steps > 1000000000 || *end != 0)
+        return fprintf(stderr, "steps: \"%s\" must be a number from 1 to 1000000000\n", argv[1]), 2;
 
     desc.init_scale = 16777216;             /* 2^24: much too high */
     desc.growth_interval = 200;             /* clean steps until it doubles; the default is 2000 */

@@ -109,8 +109,9 @@ static amp_result read_list(const char *flag, const char *text, const char *lega
     out->n = 0;
     while (*(at += strspn(at, ", ")) != 0) {
         size_t length = strcspn(at, ", ");
-        char word[32];
+        char word[400];
         if (out->n == LONGEST_LIST) return flag_refuse(flag, "has more than %d entries", LONGEST_LIST);
+        if (length >= sizeof word) return flag_refuse(flag, "an entry has %zu characters: must be %s", length, legal);
         snprintf(word, sizeof word, "%.*s", (int)length, at);
         EX_TRY(list_item(flag, word, legal, &out->x[out->n]));
         for (i = 0; i < out->n; i++) if (out->x[i] == out->x[out->n])
@@ -127,7 +128,7 @@ typedef struct search {
     list precisions, lrs, batches;
     trial *trials;
     int64_t n, split, end;          /* tokens before split are trained on, those up to end are for validation */
-    char settings_text[600];        /* common to all trials: a record with others belongs to another search */
+    char settings_text[4 * PATH_MAX];   /* common to all trials: a record with others belongs to another search */
     FILE *file;
 } search;
 
@@ -199,7 +200,7 @@ static double number_in(json line, const char *key) {
 
 /* Takes a pending trial's result from its line.  Failures are tried again. */
 static void read_record(search *s, json line) {
-    char text[700], lr[32], batch[32], mine_lr[32], mine_batch[32], precision[32];
+    char text[4 * PATH_MAX], lr[32], batch[32], mine_lr[32], mine_batch[32], precision[32];
     int64_t i;
     int result;
     if (!json_find(line, "settings", text, sizeof text) || strcmp(text, s->settings_text) != 0) return;
@@ -504,8 +505,22 @@ static amp_result open_data(search *s) {
     return AMP_OK;
 }
 
+/* A path as a text that differs for every path and that a record restores: a byte that is not UTF-8, and the percent
+   sign, as %xx. */
+static void path_as_text(const char *path, char text[3 * PATH_MAX]) {
+    int64_t left = (int64_t)strlen(path), n;
+    uint32_t code;
+    char *out = text;
+    for (*out = 0; left > 0 && out - text < 3 * PATH_MAX - 4; path += n, left -= n) {
+        n = utf8_read(path, left, &code);
+        if (*path == '%' || (code == 0xfffd && n == 1)) out += snprintf(out, 4, "%%%02x", (unsigned char)*path);
+        else out += snprintf(out, 5, "%.*s", (int)n, path);
+    }
+}
+
 static amp_result open_search(search *s) {
     const settings *set = &s->set;
+    char data[3 * PATH_MAX];
     if (set->channels % set->heads != 0)
         return flag_refuse("heads", "%lld heads do not divide %lld channels", (long long)set->heads,
                       (long long)set->channels);
@@ -515,13 +530,14 @@ static amp_result open_search(search *s) {
     EX_TRY(read_list("batches", set->batches, "a list of whole numbers from 1 to 1000000", &s->batches));
     EX_TRY(open_data(s));
     EX_TRY(make_trials(s));
+    path_as_text(set->data, data);
     snprintf(s->settings_text, sizeof s->settings_text,
              "steps=%lld tokens=%lld seed=%lld layers=%lld heads=%lld channels=%lld seq=%lld validation=%.6g "
              "eval-batches=%lld "
-             "data=%.200s bytes=%lld device=%.20s",
+             "data=%s bytes=%lld device=%.20s",
              (long long)set->steps, (long long)set->tokens, (long long)set->seed, (long long)set->layers,
              (long long)set->heads, (long long)set->channels, (long long)set->seq, set->validation,
-             (long long)set->eval_batches, set->data, (long long)s->end, set->device);
+             (long long)set->eval_batches, data, (long long)s->end, set->device);
     return open_records(s);
 }
 

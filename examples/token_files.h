@@ -39,7 +39,7 @@ static inline amp_result token_files_write(bpe *t, char *const *paths, int64_t n
             file[1024 + 2 * i] = (unsigned char)token;
             file[1025 + 2 * i] = (unsigned char)(token >> 8);
         }
-        result = amp_file_write_atomic(NULL, out, file, 1024 + 2 * (size_t)used);
+        result = ex_file_write(out, file, 1024 + 2 * (size_t)used);
     }
     free(file);
     return result;

@@ -314,7 +314,7 @@ static amp_result make_sentences(const char *path) {
                  made_end[r[3] % COUNT(made_end)]);
     }
     result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the sentences")
-                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+                      : ex_file_write(path, b.text, b.used);
     free(b.text);
     return result;
 }
@@ -348,7 +348,7 @@ static amp_result make_vocabulary(const char *path) {
         make_words(&b, made_end, COUNT(made_end)); make_words(&b, others, COUNT(others));
     }
     result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the vocabulary")
-                      : amp_file_write_atomic(NULL, path, b.text, b.used);
+                      : ex_file_write(path, b.text, b.used);
     free(b.text);
     return result;
 }
@@ -1059,7 +1059,7 @@ static amp_result save_weights(run *r) {
     EX_TRY(encoder_save_config(&r->model, path));
     (void)training_beside(r->save, "vocab.txt", path, sizeof path);
     if (r->vocab[0] == 0 || strcmp(path, r->vocab) == 0) return AMP_OK;
-    return amp_file_write_atomic(NULL, path, r->tokenizer.text, r->tokenizer.text_bytes);
+    return ex_file_write(path, r->tokenizer.text, r->tokenizer.text_bytes);
 }
 
 /* ==== The architectures in every precision ======================================================= */

@@ -92,7 +92,7 @@ static amp_result write_own_text(const char *path) {
         else { all = more; memcpy(all + used, data, bytes); used += bytes; }
         amp_file_free(NULL, data, bytes);
     }
-    if (result == AMP_OK) result = amp_file_write_atomic(NULL, path, all, used);
+    if (result == AMP_OK) result = ex_file_write(path, all, used);
     free(all);
     return result;
 }
@@ -447,7 +447,7 @@ static amp_result report_adapt(run *r) {
     (void)amp_adapt_text(r->adapt, text, bytes + 1);
     snprintf(path, sizeof path, "%s.layers.conf", r->save);
     printf("%s", text);
-    if (saves) result = amp_file_write_atomic(NULL, path, text, bytes);
+    if (saves) result = ex_file_write(path, text, bytes);
     if (saves && result == AMP_OK) printf("saved %s\n", path);
     free(text);
     return result;

@@ -150,7 +150,7 @@ static int record_read(record *out, const char *text, size_t bytes) {
         {"layer", out->layer, sizeof out->layer}, {"from", out->from, sizeof out->from},
         {"to", out->to, sizeof out->to}};
     json j = json_open(text, bytes), value;
-    char name[128], digits[64], *end;
+    char name[128], *end;
     int more, i;
     memset(out, 0, sizeof *out);
     for (i = 0; i < N_KEYS; i++) out->number[i] = NONE;
@@ -160,9 +160,9 @@ static int record_read(record *out, const char *text, size_t bytes) {
             if (strcmp(name, texts[i].name) == 0 && !json_text(value, texts[i].text, texts[i].size))
                 texts[i].text[0] = 0;
         for (i = 0; i < N_KEYS; i++)
-            if (strcmp(name, keys[i]) == 0 && *value.at != '"' && json_text(value, digits, sizeof digits)) {
-                double x = strtod(digits, &end);
-                if (end != digits && amp_is_finite_f64(&x)) out->number[i] = x;
+            if (strcmp(name, keys[i]) == 0 && *value.at != '"') {
+                double x = strtod(value.at, &end);          /* the text ends with a 0 */
+                if (end != value.at && amp_is_finite_f64(&x)) out->number[i] = x;
             }
     }
     json_need(&j, '}');
@@ -252,26 +252,42 @@ static void page_name(run *r, const char *given) {
     else if (strcmp(given, "none") != 0) snprintf(r->page, sizeof r->page, "%.4000s", given);
 }
 
-/* The page with the lines in it: "<" begins nothing there. */
-static amp_result page_write(const run *r) {
-    json_buffer b = {NULL, 0, 0, 0};
-    amp_result result;
+/* The name of a file for a web server: every byte that is no letter, digit, point, dash or underscore as %xx. */
+static void page_add_address(json_buffer *b, const char *name) {
+    static const char plain[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_";
+    for (; *name != 0; name++)
+        json_add(b, strchr(plain, *name) != NULL ? "%c" : "%%%02x", (unsigned)(unsigned char)*name);
+}
+
+/* Adds a text in which "<" begins nothing. */
+static void page_add_text(json_buffer *b, const char *text, size_t bytes) {
     size_t i, from = 0;
-    const char *slash = strrchr(r->path, '/');
-    json_put(&b, watch_page_head, strlen(watch_page_head));
-    json_add(&b, "<script>const file=\"");
-    json_add_escaped(&b, slash != NULL ? slash + 1 : r->path);
-    json_add(&b, "\"</script><script type=\"application/json\" id=\"lines\">");
-    for (i = 0; i <= r->bytes; i++) {
-        if (i < r->bytes && r->text[i] != '<') continue;
-        json_put(&b, r->text + from, i - from);
-        if (i < r->bytes) json_add(&b, "\\u003c");
+    for (i = 0; i <= bytes; i++) {
+        if (i < bytes && text[i] != '<') continue;
+        json_put(b, text + from, i - from);
+        if (i < bytes) json_add(b, "\\u003c");
         from = i + 1;
     }
+}
+
+/* The page with the lines in it. */
+static amp_result page_write(const run *r) {
+    json_buffer b = {NULL, 0, 0, 0}, name = {NULL, 0, 0, 0};
+    amp_result result;
+    const char *slash = strrchr(r->path, '/'), *file = slash != NULL ? slash + 1 : r->path;
+    json_put(&b, watch_page_head, strlen(watch_page_head));
+    json_add_escaped(&name, file);
+    json_add(&b, "<script>const address=\"");
+    page_add_address(&b, file);
+    json_add(&b, "\",file=\"");
+    page_add_text(&b, name.text, name.used);
+    json_add(&b, "\"</script><script type=\"application/json\" id=\"lines\">");
+    page_add_text(&b, r->text, r->bytes);
+    b.failed |= name.failed;
+    free(name.text);
     json_put(&b, watch_page_read, strlen(watch_page_read));
     json_put(&b, watch_page_draw, strlen(watch_page_draw));
-    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the page")
-                      : amp_file_write_atomic(NULL, r->page, b.text, b.used);
+    result = b.failed ? ex_fail(AMP_ERR_MEMORY, "no memory for the page") : ex_file_write(r->page, b.text, b.used);
     free(b.text);
     return result;
 }
@@ -308,16 +324,24 @@ static void view_line(view *v, const char *format, ...) {
     v->lines++;
 }
 
-/* The mean of each of n equal parts of the steps; where nothing is, what was before. */
+/* The mean of each of n equal parts of the steps; where nothing is, what was before.  No sum or difference is taken
+   that could be infinite. */
 static void view_bins(const view *v, const series *s, int n, int logarithm, double *out) {
     int64_t i = 0;
     int k;
     for (k = 0; k < n; k++) {
-        double sum = 0, count = 0, until = v->from + (v->to - v->from) * (k + 1) / n;
-        for (; i < s->n && (s->step[i] < until || k == n - 1); i++, count++)
-            sum += logarithm ? log2(s->value[i] > 0 ? s->value[i] : 1e-38) : s->value[i];
-        out[k] = count > 0 ? sum / count : k > 0 ? out[k - 1] : NONE;
+        double mean = 0, count = 0, part = (double)(k + 1) / n, until = v->from * (1 - part) + v->to * part;
+        for (; i < s->n && (s->step[i] < until || k == n - 1); i++, count++) {
+            double x = logarithm ? log2(s->value[i] > 0 ? s->value[i] : 1e-38) : s->value[i];
+            mean = mean * (count / (count + 1)) + x / (count + 1);
+        }
+        out[k] = count > 0 ? mean : k > 0 ? out[k - 1] : NONE;
     }
+}
+/* Where x lies between two ends: 0 at the first, 1 at the second; halfway if they are the same. */
+static double view_place(double x, double first, double second) {
+    double across = second / 2 - first / 2;
+    return across != 0 ? (x / 2 - first / 2) / across : 0.5;
 }
 static void view_range(const double *x, int n, double *lowest, double *highest) {
     int k;
@@ -344,7 +368,7 @@ static void view_chart(view *v, const series *s, int height) {
         int at, last;
         if (x[k] == NONE) continue;
         at = down * height / 2;
-        if (highest > lowest) at = (int)((highest - x[k]) / (highest - lowest) * (down * height - 1) + 0.5);
+        if (highest > lowest) at = (int)(view_place(x[k], highest, lowest) * (down * height - 1) + 0.5);
         last = before < 0 ? at : before;
         for (y = at < last ? at : last; y <= (at > last ? at : last); y++)
             if (y == at || y != last) cells[y / down][k / across] |= v->unicode ? dots[k % 2][y % 4] : 1;
@@ -373,8 +397,9 @@ static const char *view_curve(const view *v, const series *s, kind what, int wid
     view_bins(v, s, width, what == LOGARITHM, x);
     view_range(x, width, &lowest, &highest);
     for (k = 0; k < width; k++) {
-        double part = highest > lowest ? (x[k] - lowest) / (highest - lowest) : 0.5;
-        int level = what == BITS ? (x[k] >= 25 ? 7 : x[k] >= 17 ? 5 : x[k] > 8 ? 3 : 1) : (int)(7 * part + 0.5);
+        int level = 0;
+        if (what == BITS) level = x[k] >= 25 ? 7 : x[k] >= 17 ? 5 : x[k] > 8 ? 3 : 1;
+        else if (x[k] != NONE) level = (int)(7 * view_place(x[k], lowest, highest) + 0.5);
         if (x[k] == NONE) *out++ = ' ';
         else if (what == MARKS) *out++ = x[k] > (k > 0 && x[k - 1] != NONE ? x[k - 1] : 0) ? '|' : '.';
         else if (v->unicode) out += utf8_write(0x2581u + (uint32_t)level, out);
@@ -384,12 +409,18 @@ static const char *view_curve(const view *v, const series *s, kind what, int wid
     return row;
 }
 
+/* A whole number in groups of digits; one that is no longer exact, or no count, in short. */
+static const char *count_text(double x, char text[40]) {
+    if (x >= 0 && x < 1e15) return progress_grouped((int64_t)(x + 0.5), text, 40);
+    snprintf(text, 40, "%.4g", x);
+    return text;
+}
 static const char *last_text(const series *s, double unit, const char *name, char text[64]) {
     char digits[40];
     double x = s->n > 0 ? s->value[s->n - 1] / unit : 0;
     if (s->n == 0) return "none";
-    if (x < 1000 || x > 1e15) snprintf(text, 64, "%.4g%s", x, name);
-    else snprintf(text, 64, "%s%s", progress_grouped((int64_t)(x + 0.5), digits, sizeof digits), name);
+    if (x < 1000) snprintf(text, 64, "%.4g%s", x, name);
+    else snprintf(text, 64, "%s%s", count_text(x, digits), name);
     return text;
 }
 
@@ -441,13 +472,12 @@ static void view_draw(view *v, const run *r) {
     v->lines = 0;
     v->from = r->first != NONE ? r->first : 0;
     v->to = r->last > v->from ? r->last : v->from + 1;
-    for (k = 0; k < 30 && r->steps > 0; k++) bar[k] = r->last >= r->steps * (k + 1) / 30 ? '#' : '.';
+    for (k = 0; k < 30 && r->steps > 0; k++) bar[k] = r->last >= r->steps * ((k + 1) / 30.0) ? '#' : '.';
     progress_duration(idle, a, sizeof a);
     if (idle > 60) snprintf(quiet, sizeof quiet, "silent for %s", a);
     view_line(v, "%s  %s %s", r->path, r->dtype, r->level);
-    progress_grouped((int64_t)r->last, a, sizeof a);
-    progress_grouped((int64_t)r->steps, b, sizeof b);
-    view_line(v, "step %s%s%s  %s  %s", a, r->steps > 0 ? " of " : "", r->steps > 0 ? b : "",
+    view_line(v, "step %s%s%s  %s  %s", count_text(r->last, a), r->steps > 0 ? " of " : "",
+              r->steps > 0 ? count_text(r->steps, b) : "",
               run_over(r) ? "finished" : idle > 60 ? quiet : "running", v->columns >= 70 ? bar : "");
     if (r->remark[0] != 0) view_line(v, "%s", r->remark);
     if (r->no_page[0] != 0) view_line(v, "no page: %s", r->no_page);

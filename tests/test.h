@@ -40,6 +40,15 @@ static struct {
 #ifndef AMPT_SANITIZED
 #  define AMPT_SANITIZED 0
 #endif
+/* The next CPU path in a loop from AMP_CPU_SCALAR to the best; and the best of those that differ in more than products of
+   bf16.  They need amp.h. */
+#if defined(__aarch64__)
+#  define AMPT_NEXT_PATH(path) ((path) == AMP_CPU_SCALAR ? AMP_CPU_NEON : (amp_cpu_path)((path) + 1))
+#  define AMPT_WIDEST_PATH(best) ((best) > AMP_CPU_NEON ? AMP_CPU_NEON : (best))
+#else
+#  define AMPT_NEXT_PATH(path) ((amp_cpu_path)((path) + 1))
+#  define AMPT_WIDEST_PATH(best) ((best) > AMP_CPU_AVX512 ? AMP_CPU_AVX512 : (best))
+#endif
 #define SKIP(why) do { ampt.reason = (why); return; } while (0)
 #if defined(_WIN32)
 #  define SKIP_ON_WINDOWS(why) SKIP("Windows has no " why)

@@ -133,7 +133,7 @@ static inline void bench_count_into(amp_desc *desc, bench_counts *counts) {
 
 /* The kernels' instruction set, as amp_machine_text names it. */
 static inline const char *bench_path_name(amp_cpu_path path) {
-    static const char *const names[] = {"default", "scalar", "avx2", "avx512", "avx512_bf16", "amx"};
+    static const char *const names[] = {"default", "scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16"};
     return names[path >= AMP_CPU_DEFAULT && path <= AMP_CPU_AMX ? path : 0];
 }
 

@@ -1,19 +1,27 @@
-/* bench_shapes.c - compares amp_gemm with OpenBLAS on the small and thin products that programs call, in fp32 and bf16.
+/* bench_shapes.c - compares amp_gemm with a BLAS library, in fp32 and bf16: on the small and thin products that programs call,
+ * or on large ones.
  *
  *     cc -std=c99 -D_GNU_SOURCE -O2 -o bench_shapes tests/bench/bench_shapes.c -lm -lpthread -ldl
- *     ./bench_shapes [--threads N] [--rounds N] [--us N] [--only 1x10x784] [--form NN]
+ *     ./bench_shapes [--set small|large] [--blas libopenblas.so.0|libmkl_rt.so.2] [--threads N] [--rounds N] [--us N]
+ *                    [--only 1x10x784] [--form NN]
  *
  * Each shape runs as NN, NT and TN, and as amp_linear with a registered weight, in fp32, in bf16 from fp32, and in bf16
- * from bf16.  In each round, every contestant is called for some microseconds on the same operands, after some calls that
- * do not count.  The first contestant changes from round to round.  A time is the median over the rounds, and a ratio is
- * the median of the rounds' ratios.  OpenBLAS is loaded at run time (libopenblas.so.0) and has the same number of threads.
- * Its threads spin for some time after a call, and the pause before the next contestant is at least as long. */
+ * from bf16.  The large shapes are squares, and the products of a layer of GPT-2 for 256 tokens.  In each round, every
+ * contestant is called for some microseconds on the same operands, after some calls that do not count.  The first
+ * contestant changes from round to round.  A time is the median over the rounds, and a ratio is the median of the rounds'
+ * ratios.  The library is loaded at run time and has the same number of threads.  Its threads spin for some time after a
+ * call, and the pause before the next contestant is at least as long.
+ *
+ * Other programs on the machine take part of its speed.  Before and after each round, a loop of FMAs is timed on one
+ * thread.  A round is quiet if both times are within 3% of the shortest time of the row.  If at least three rounds are,
+ * the ratio to the library is also given over the quiet rounds alone. */
 #define AMP_IMPLEMENTATION
 #include "bench.h"
+#include "../../examples/peak.h"
 #include <dlfcn.h>
 
-typedef struct shape { const char *host; int64_t m, n, k; } shape;
-static const shape shapes[] = {
+typedef struct shape { const char *from; int64_t m, n, k; } shape;
+static const shape small_shapes[] = {
     {"MLP", 1, 10, 10},       {"MLP", 1, 10, 1024},     {"MLP", 1, 64, 784},      {"MLP", 1, 256, 256},
     {"MLP", 1, 1024, 1024},   {"MLP", 16, 10, 10},      {"MLP", 16, 10, 256},     {"MLP", 16, 64, 64},      {"MLP", 16, 256, 784},
     {"MLP", 32, 10, 128},     {"MLP", 32, 32, 32},      {"MLP", 32, 128, 784},    {"MLP", 32, 1, 64},
@@ -25,7 +33,18 @@ static const shape shapes[] = {
     {"convolution", 128, 49, 1152}, {"convolution", 3136, 64, 147}, {"convolution", 32, 288, 576},
     {"all", 64, 10, 1},       {"all", 128, 128, 1},     {"all", 4, 4, 4},         {"all", 8, 8, 8},
 };
-enum { SHAPES = sizeof shapes / sizeof *shapes };
+static const shape large_shapes[] = {
+    {"square", 64, 64, 64},     {"square", 128, 128, 128},  {"square", 256, 256, 256},  {"square", 512, 512, 512},
+    {"square", 1024, 1024, 1024}, {"square", 2048, 2048, 2048}, {"square", 4096, 4096, 4096},
+    {"GPT-2 qkv", 256, 2304, 768}, {"GPT-2 proj", 256, 768, 768}, {"GPT-2 fc", 256, 3072, 768}, {"GPT-2 mlp", 256, 768, 3072},
+    {"GPT-2 dX", 256, 768, 2304}, {"GPT-2 dW", 2304, 768, 256}, {"GPT-2 dW", 768, 768, 256}, {"GPT-2 dW", 3072, 768, 256},
+    {"GPT-2 dW", 768, 3072, 256},
+};
+typedef struct shape_set { const char *name; const shape *shapes; size_t n; } shape_set;
+static const shape_set sets[] = {
+    {"small", small_shapes, sizeof small_shapes / sizeof *small_shapes},
+    {"large", large_shapes, sizeof large_shapes / sizeof *large_shapes},
+};
 
 typedef enum form { NN, NT, TN, LINEAR, FORMS } form;
 static const char *const form_names[FORMS] = {"NN", "NT", "TN", "linear"};
@@ -52,15 +71,17 @@ static amp_context *open_context(amp_dtype dtype, int64_t threads) {
     return amp;
 }
 
-/* Whether there is an OpenBLAS, on so many threads. */
-static int open_blas(int64_t threads) {
-    void *library, *symbol, *set;
+/* Opens the library on `threads` threads, and returns 0 if there is none. */
+static int open_blas(const char *path, int64_t threads) {
+    static const char *const setters[] = {"openblas_set_num_threads", "MKL_Set_Num_Threads"};
+    void *library, *symbol, *set = NULL;
     void (*set_threads)(int n);
+    size_t i;
     setenv("OPENBLAS_THREAD_TIMEOUT", "20", 1);         /* its threads wait for 2^20 cycles */
-    library = dlopen("libopenblas.so.0", RTLD_NOW | RTLD_LOCAL);
+    library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) return 0;
     symbol = dlsym(library, "cblas_sgemm");
-    set = dlsym(library, "openblas_set_num_threads");
+    for (i = 0; i < sizeof setters / sizeof *setters && set == NULL; i++) set = dlsym(library, setters[i]);
     if (symbol == NULL || set == NULL) return 0;
     memcpy(&blas, &symbol, sizeof symbol);
     memcpy(&set_threads, &set, sizeof set);
@@ -155,8 +176,8 @@ static int64_t calls_for(contestant who, int64_t us) {
 
 /* ---- A row of the table */
 
-enum { MOST_ROUNDS = 1000 };
-typedef struct row { double ns[CONTESTANTS], over_blas, over_f32, over_f32_from_bf16; } row;
+enum { MOST_ROUNDS = 1000, LEAST_QUIET = 3 };
+typedef struct row { double ns[CONTESTANTS], over_blas, over_blas_quiet, over_f32, over_f32_from_bf16; int64_t quiet; } row;
 
 static double ratio(double times[CONTESTANTS][MOST_ROUNDS], contestant of, contestant to, int64_t rounds) {
     double values[MOST_ROUNDS];
@@ -166,22 +187,54 @@ static double ratio(double times[CONTESTANTS][MOST_ROUNDS], contestant of, conte
     return bench_median(values, rounds);
 }
 
+/* Seconds of a loop of FMAs on this thread, some tenths of a millisecond. */
+static double probe(void) {
+    amp_desc desc;
+    peak_loop loop;
+    double start;
+    bench_need(amp_query(in_f32, &desc), "amp_query");
+    loop = peak_of_path(desc.cpu_path, AMP_F32);
+    if (loop.loop == NULL) return 1;
+    start = ex_seconds();
+    loop.loop(100000);
+    return ex_seconds() - start;
+}
+
+/* Leaves the quiet rounds of `times`, and returns their number.  probes[r] was timed before round r. */
+static int64_t keep_quiet(double times[CONTESTANTS][MOST_ROUNDS], const double *probes, int64_t rounds) {
+    double best = probes[0];
+    int64_t r, n = 0;
+    int who;
+    for (r = 1; r <= rounds; r++) best = AMPI_MIN(best, probes[r]);
+    for (r = 0; r < rounds; r++) {
+        if (AMPI_MAX(probes[r], probes[r + 1]) > 1.03 * best) continue;
+        for (who = 0; who < CONTESTANTS; who++) times[who][n] = times[who][r];
+        n++;
+    }
+    return n;
+}
+
 static row measure(int64_t rounds, int64_t us, int64_t threads) {
-    static double times[CONTESTANTS][MOST_ROUNDS];
+    static double times[CONTESTANTS][MOST_ROUNDS], probes[MOST_ROUNDS + 1];
     int64_t count[CONTESTANTS] = {0}, r;
     int who, i;
     row out;
     memset(&out, 0, sizeof out);
     for (who = 0; who < CONTESTANTS; who++) if (takes_part((contestant)who)) count[who] = calls_for((contestant)who, us);
-    for (r = 0; r < rounds; r++)
+    probes[0] = probe();
+    for (r = 0; r < rounds; r++) {
         for (i = 0; i < CONTESTANTS; i++) {
             who = (int)((i + r) % CONTESTANTS);
             if (takes_part((contestant)who)) times[who][r] = seconds_of((contestant)who, count[who], threads);
         }
+        probes[r + 1] = probe();
+    }
     out.over_blas = ratio(times, FP32, BLAS, rounds);
     out.over_f32 = ratio(times, BF16, FP32, rounds);
     out.over_f32_from_bf16 = ratio(times, BF16_FROM_BF16, FP32, rounds);
     for (who = 0; who < CONTESTANTS; who++) if (takes_part((contestant)who)) out.ns[who] = 1e9 * bench_median(times[who], rounds);
+    out.quiet = keep_quiet(times, probes, rounds);
+    if (out.quiet >= LEAST_QUIET) out.over_blas_quiet = ratio(times, FP32, BLAS, out.quiet);
     return out;
 }
 
@@ -190,19 +243,21 @@ static void print_value(double value, const char *format) {
     else fprintf(stderr, "%10s", "-");
 }
 static void print_row(const row *r) {
-    static const char *const keys[CONTESTANTS] = {"fp32_ns", "openblas_ns", "bf16_ns", "bf16_from_bf16_ns"};
+    static const char *const keys[CONTESTANTS] = {"fp32_ns", "blas_ns", "bf16_ns", "bf16_from_bf16_ns"};
     int who;
-    fprintf(stderr, "%-12s%6lld%6lld%6lld  %-6s", now->host, (long long)now->m, (long long)now->n, (long long)now->k,
+    fprintf(stderr, "%-12s%6lld%6lld%6lld  %-6s", now->from, (long long)now->m, (long long)now->n, (long long)now->k,
             form_names[now_form]);
     for (who = 0; who < CONTESTANTS; who++) print_value(r->ns[who], "%10.0f");
-    print_value(r->over_blas, "%10.2f"); print_value(r->over_f32, "%10.2f"); print_value(r->over_f32_from_bf16, "%10.2f");
+    print_value(r->over_blas, "%10.2f"); print_value(r->over_blas_quiet, "%10.2f"); print_value(r->over_f32, "%10.2f"); print_value(r->over_f32_from_bf16, "%10.2f");
     fprintf(stderr, "\n");
     metrics_begin(stdout, "shape");
-    metrics_text(stdout, "host", now->host);
+    metrics_text(stdout, "from", now->from);
     metrics_integer(stdout, "m", now->m); metrics_integer(stdout, "n", now->n); metrics_integer(stdout, "k", now->k);
     metrics_text(stdout, "form", form_names[now_form]);
     for (who = 0; who < CONTESTANTS; who++) if (r->ns[who] > 0) metrics_number(stdout, keys[who], r->ns[who]);
-    if (r->over_blas > 0) metrics_number(stdout, "fp32_over_openblas", r->over_blas);
+    if (r->over_blas > 0) metrics_number(stdout, "fp32_over_blas", r->over_blas);
+    if (r->over_blas_quiet > 0) metrics_number(stdout, "fp32_over_blas_quiet", r->over_blas_quiet);
+    metrics_integer(stdout, "quiet_rounds", r->quiet);
     metrics_number(stdout, "bf16_over_fp32", r->over_f32);
     if (r->over_f32_from_bf16 > 0) metrics_number(stdout, "bf16_from_bf16_over_fp32", r->over_f32_from_bf16);
     metrics_end(stdout);
@@ -230,11 +285,14 @@ static double overhead(amp_context *amp, int64_t rounds) {
 
 int main(int argc, char **argv) {
     int64_t threads = 1, rounds = 31, us = 200;
-    const char *only = "", *only_form = "";
+    const char *only = "", *only_form = "", *library = "libopenblas.so.0", *set_name = "small";
+    const shape_set *set = NULL;
     const bench_flag flags[] = {
         {"threads", &threads, NULL, "threads of each contestant"},
         {"rounds", &rounds, NULL, "rounds, at most 1000"},
         {"us", &us, NULL, "microseconds of a contestant in a round"},
+        {"set", NULL, &set_name, "small or large products"},
+        {"blas", NULL, &library, "file of the BLAS library"},
         {"only", NULL, &only, "one shape, MxNxK"},
         {"form", NULL, &only_form, "NN, NT, TN or linear"},
     };
@@ -245,20 +303,23 @@ int main(int argc, char **argv) {
     rounds = AMPI_MIN(AMPI_MAX(rounds, (int64_t)1), (int64_t)MOST_ROUNDS);
     in_f32 = open_context(AMP_F32, threads);
     in_bf16 = open_context(AMP_BF16, threads);
-    if (!open_blas(threads)) fprintf(stderr, "OpenBLAS: skipped, no libopenblas.so.0\n");
+    for (s = 0; s < sizeof sets / sizeof *sets; s++) if (strcmp(sets[s].name, set_name) == 0) set = &sets[s];
+    if (set == NULL) return fprintf(stderr, "bench_shapes: --set %s, must be small or large\n", set_name), 2;
+    if (!open_blas(library, threads)) fprintf(stderr, "BLAS: skipped, no %s\n", library);
     bench_begin("shapes", in_bf16);
-    metrics_integer(stdout, "openblas", blas != NULL);
+    metrics_text(stdout, "blas", blas != NULL ? library : "");
+    metrics_text(stdout, "set", set->name);
     metrics_number(stdout, "fp32_overhead_ns", overhead(in_f32, rounds));
     metrics_number(stdout, "bf16_overhead_ns", overhead(in_bf16, rounds));
     metrics_end(stdout);
     bench_need(amp_autocast_begin(in_f32, NULL), "amp_autocast_begin");
     bench_need(amp_autocast_begin(in_bf16, NULL), "amp_autocast_begin");
-    fprintf(stderr, "%-12s%6s%6s%6s  %-6s%10s%10s%10s%10s%10s%10s%10s\n", "host", "m", "n", "k", "form", "fp32 ns", "OpenBLAS",
-            "bf16", "from bf16", "fp32/OB", "bf16/fp32", "from bf16");
-    for (s = 0; s < SHAPES; s++)
+    fprintf(stderr, "%-12s%6s%6s%6s  %-6s%10s%10s%10s%10s%10s%10s%10s%10s\n", "from", "m", "n", "k", "form", "fp32 ns", "BLAS",
+            "bf16", "from bf16", "fp32/BLAS", "quiet", "bf16/fp32", "from bf16");
+    for (s = 0; s < set->n; s++)
         for (f = 0; f < FORMS; f++) {
             row r;
-            now = &shapes[s];
+            now = &set->shapes[s];
             now_form = (form)f;
             snprintf(name, sizeof name, "%lldx%lldx%lld", (long long)now->m, (long long)now->n, (long long)now->k);
             if ((*only != 0 && strcmp(only, name) != 0) || (*only_form != 0 && strcmp(only_form, form_names[f]) != 0)) continue;

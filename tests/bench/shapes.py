@@ -1,9 +1,10 @@
-"""Rates small and thin products on one and two threads: fp32 against OpenBLAS, bf16 against fp32, and the cost of a call.
+"""Rates products on one and two threads: fp32 against a BLAS library, bf16 against fp32, and the cost of a call.
 
-    python3 tests/bench/shapes.py [--rounds 31] [--us 200] [--wait 0]
+    python3 tests/bench/shapes.py [--set small] [--blas libopenblas.so.0] [--rounds 31] [--us 200] [--wait 0]
 
 `make bench-shapes` calls it.  It runs bench_shapes, whose head says what it measures, and writes
-tests/bench/results/shapes-CPU-DATE.json.  Without OpenBLAS, its rows are skipped.
+tests/bench/results/shapes-CPU-DATE.json, or products-CPU-DATE.json for the large set.  Without the library, its rows are
+skipped.  MKL is loaded with --blas libmkl_rt.so.2 (the Python package mkl).
 """
 import argparse
 import collections
@@ -23,7 +24,7 @@ def bars(head, rows):
         def measure():
             values = [row[key] for row in rows if key in row and wanted(row)]
             if not values:
-                raise run.Skip("no libopenblas.so.0")
+                raise run.Skip("no BLAS library")
             return pick(values)
         return measure
 
@@ -36,8 +37,12 @@ def bars(head, rows):
 
     def bar(text, limit, measure):
         out.append(run.verdict(f"{threads} thread{'s' * (threads > 1)}: {text}", limit, measure, at_most=True))
-    bar("fp32's time over OpenBLAS's, geometric mean", 1.1, over("fp32_over_openblas", mean))
-    bar("fp32's time over OpenBLAS's, worst", 1.5, over("fp32_over_openblas", max))
+    limits = {"small": (1.1, 1.5), "large": (1.0, 1 / 0.95)}[head["set"]]
+    bar("fp32's time over the library's, geometric mean", limits[0], over("fp32_over_blas", mean))
+    bar("fp32's time over the library's, worst", limits[1], over("fp32_over_blas", max))
+    if head["set"] == "large":
+        bar("fp32's time over the library's in quiet rounds, worst", limits[1], over("fp32_over_blas_quiet", max))
+        return out
     for name, key in (("bf16", "bf16_over_fp32"), ("bf16 from bf16", "bf16_from_bf16_over_fp32")):
         bar(f"{name}'s time over fp32's from 64^3 on, worst", 1.03, over(key, max, large))
         bar(f"{name}'s time over fp32's below 64^3, worst", 1.15, over(key, max, lambda row: not large(row)))
@@ -48,6 +53,8 @@ def bars(head, rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", default="small", choices=("small", "large"), help="of products")
+    parser.add_argument("--blas", default="libopenblas.so.0", help="file of the library")
     parser.add_argument("--rounds", type=int, default=31)
     parser.add_argument("--us", type=int, default=200, help="microseconds of a contestant in a round")
     parser.add_argument("--wait", type=int, default=0, help="seconds to wait for a quiet machine before each run")
@@ -57,7 +64,8 @@ def main():
     args.threads = 2
     machine, runs, verdicts = run.Machine(args), [], []
     for threads in (1, 2):
-        lines = machine.own("bench_shapes", "--threads", threads, "--rounds", args.rounds, "--us", args.us)
+        lines = machine.own("bench_shapes", "--set", args.set, "--blas", args.blas, "--threads", threads,
+                            "--rounds", args.rounds, "--us", args.us)
         head, rows = lines[0], lines[1:]
         verdicts += bars(head, rows)
         overhead = {key: round(head[key], 1) for key in ("fp32_overhead_ns", "bf16_overhead_ns")}
@@ -65,12 +73,13 @@ def main():
                  if key != "event"} for row in rows]
         runs.append(collections.OrderedDict(threads=threads, **overhead, rows=rows))
     about, now = run.describe_machine(machine, {}), datetime.datetime.now(datetime.timezone.utc)
-    path = os.path.join(args.out, f"shapes-{run.short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json")
+    name = {"small": "shapes", "large": "products"}[args.set]
+    path = os.path.join(args.out, f"{name}-{run.short_name(about['cpu'])}-{now.strftime('%Y-%m-%d')}.json")
     os.makedirs(os.path.join(run.ROOT, args.out), exist_ok=True)
     whole = collections.OrderedDict(date=now.strftime("%Y-%m-%d %H:%M UTC"), machine=about, versions=run.versions(machine),
                                     commands=list(machine.commands), bars=verdicts, runs=runs)
     with open(os.path.join(run.ROOT, path), "w") as f:          # a row of the table to a line
-        f.write(re.sub(r'\{\s+("host"[^}]*?)\s+\}', lambda row: "{" + re.sub(r"\s+", " ", row[1]) + "}",
+        f.write(re.sub(r'\{\s+("from"[^}]*?)\s+\}', lambda row: "{" + re.sub(r"\s+", " ", row[1]) + "}",
                        json.dumps(whole, indent=1)) + "\n")
     run.show_bars(verdicts)
     print(f"wrote {path}")

@@ -40,19 +40,25 @@ write_table() {
     } > "$work/table" && cp "$work/table" "$table"
 }
 
-# archs_of RELEASE: what find.sh says of an nvcc that prints that release and these architectures.
-archs_of() {
+# found WHAT RELEASE CAPABILITY: what find.sh says of an nvcc of that release, and of a GPU of that capability.
+found() {
     {
         echo '#!/bin/sh'
-        echo "case \$1 in --version) echo 'release $1, V$1.1' ;; *) printf 'compute_%s\\n' 35 62 70 75 90 ;; esac"
+        echo "case \$1 in --version) echo 'release $2, V$2.1' ;; *) printf 'compute_%s\\n' 35 62 70 75 90 ;; esac"
     } > "$work/nvcc"
-    chmod +x "$work/nvcc"
-    NVCC=$work/nvcc sh tests/gpu/find.sh archs
+    printf '#!/bin/sh\necho "A GPU, %s"\n' "$3" > "$work/nvidia-smi"
+    chmod +x "$work/nvcc" "$work/nvidia-smi"
+    PATH="$work:$PATH" NVCC=$work/nvcc sh tests/gpu/find.sh "$1"
 }
-for case in "11.8 70 75 90 " "12.4 70 75 90a "; do
-    found=$(archs_of "${case%% *}")
-    if [ "$found" = "${case#* }" ]; then pass; else fail "find.sh archs, CUDA ${case%% *}" "$found"; fi
-done
+expect_found() {
+    is=$(found "$1" "$2" "$3")
+    if [ "$is" = "$4" ]; then pass; else fail "find.sh $1, CUDA $2, a GPU of $3" "$is, expected $4"; fi
+}
+expect_found archs 11.8 9.0 "70 75 90 "
+expect_found archs 12.4 9.0 "70 75 90a "
+expect_found arch 11.8 9.0 90
+expect_found arch 12.4 9.0 90a
+expect_found arch 12.4 7.0 70
 
 if [ -z "$nvcc" ]; then
     skip "amp_cuda.cu for a GPU, registers, spills, shared memory, 16-byte accesses" "no nvcc"

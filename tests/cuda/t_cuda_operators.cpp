@@ -1354,7 +1354,7 @@ struct embedding_case { int64_t n, cols, vocabulary, seq; int hot, add, parts; }
 static const embedding_case embedding_cases[] = {
     {1, 8, 3, 1, 0, 0, 3},      {0, 8, 3, 1, 0, 0, 3},      {37, 7, 5, 10, 0, 1, 3},        {130, 40, 300, 65, 0, 0, 3},
     {700, 264, 70, 100, 1, 1, 3}, {1500, 8, 70000, 1500, 1, 0, 1}, {2600, 8, 4, 7, 2, 1, 3}, {5000, 8, 2000, 512, 1, 0, 3},
-    {33, 16, 5, 10, 0, 0, 2},   {6000, 4, 3, 100, 2, 0, 1},
+    {33, 16, 5, 10, 0, 0, 2},   {6000, 4, 3, 100, 2, 0, 1},    {34000, 1, 300, 100, 0, 0, 1},
 };
 
 static void embedding_back(const embedding_case &c, const dtypes &t, int64_t pad, int64_t offset) {

@@ -578,6 +578,15 @@ train writes --steps 30 --precision fp32 --save "$work/writes/model"
 sed '1,/^Sample/d' "$work/wrote.log" > "$work/sampled.log"
 AMP_DTYPE=fp32 build/generate "$work/writes/model.safetensors" "the " 28 0 > "$work/generated.log" 2>&1
 if [ -s "$work/sampled.log" ] && cmp -s "$work/sampled.log" "$work/generated.log"; then pass; else fail generate "$(head -c 100 "$work/generated.log"), without kept keys: $(head -c 100 "$work/sampled.log")"; fi
+# What its arguments may not be is said with the argument's name, before a file is read.
+odd_argument() {
+    text=$1; shift
+    build/generate none "$@" > "$work/odd.log" 2>&1
+    status=$?
+    if [ $status -eq 2 ] && grep -qF -- "$text" "$work/odd.log"; then pass; else fail "generate $*" "status $status, must say $text: $(head -n 2 "$work/odd.log")"; fi
+}
+for temperature in NaN -1 inf 1e9 0.8x ''; do odd_argument "temperature: \"$temperature\" must be" "the " 5 "$temperature"; done
+for tokens in 9223372036854775808 0 -3 1e3 five; do odd_argument "tokens: \"$tokens\" must be" "the " "$tokens"; done
 
 # C++: with RAII; CUDA: on the model GPU, where it has been built.  The C of whole_program.c is C++20, too.
 if have g++; then

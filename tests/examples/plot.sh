@@ -74,6 +74,41 @@ if [ -n "$browser" ]; then
         [ "$(sed 's/.*id="all"//' "$work/dom" | grep -o '<path' | wc -l)" -eq 8 ]; then pass; else fail "watch's page in a browser" "$(grep -o '<h1.*' "$work/dom" | head -c 300)"; fi
 else skip "watch's page in a browser" "no chromium"; fi
 
+# Numbers at the ends of what a double holds, and lines that are JSON but no records, in a file whose name is hostile: a
+# curve, and a page that draws it.
+odd="$work/odd <b>%.jsonl"
+cat > "$odd" <<'LINES'
+{"event": "step", "step": 1, "loss": 1e308, "scale": 0}
+{"event": "step", "step": 5e199, "loss": -1e308, "tokens_per_s": -1e300}
+null
+[]
+{"event": "precision", "step": null, "layer": "a"}
+{"event": "step", "step": 1e200, "loss": 0.000000000000000000000000000000000000000000000000000000000000000000005e68}
+LINES
+if look odd --run "$odd" --columns 40 && grep -q '^step 1e+200  running' "$work/odd.look" && grep -q '^loss      0.5,' "$work/odd.look" &&
+    grep -q '^  1e+308 .*\*' "$work/odd.look" && grep -q '^line 4 is left out' "$work/odd.look"; then pass; else fail "watch, odd numbers" "$(head -n 12 "$work/odd.look")"; fi
+if grep -qF 'address="odd%20%3cb%3e%25.jsonl",file="odd \u003cb>%.jsonl"' "$work/watch.html"; then pass; else fail "watch's page" "the file's name: $(grep -o 'address=.*' "$work/watch.html" | head -c 100)"; fi
+cat > "$work/page.js" <<'SCRIPT'
+const html = require('fs').readFileSync(process.argv[2], 'utf8'), made = {}, paths = []
+class Node { constructor() { this.style = {} } append() {} setAttribute(k, v) { if (k === 'd') paths.push(v) }
+    insertRow() { return new Node() } insertCell() { return new Node() } }
+const by = id => made[id] ??= new Node()
+by('lines').textContent = html.split('id="lines">')[1].split('</script>')[0]
+const parts = html.match(/<script>(const address=.*?)<\/script>/s)[1] + ';' + html.split('</script><script>')[1].split('</script>')[0]
+new Function('document', 'location', 'setTimeout', parts)({getElementById: by, createElement: () => new Node(), createElementNS: () => new Node()},
+    {protocol: 'file:'}, () => 0)
+console.log(made.state.textContent, '|', made.bad.textContent, '|', paths.join(' '))
+SCRIPT
+if have node; then
+    if node "$work/page.js" "$work/watch.html" > "$work/log" 2>&1 && grep -q '^step 1e+200, .*| line 4 is not a whole record | M0.0 3.0L500.0 197.0L1000.0 100.0' "$work/log" && ! grep -q NaN "$work/log"; then pass
+    else fail "watch's page, odd numbers" "$(head -n 5 "$work/log")"; fi
+else skip "watch's page, odd numbers" "no node"; fi
+# What a killed watch left of a page is removed; what another program writes there is not.
+sleep 0 & ended=$!; wait $ended
+: > "$work/watch.html.tmp$ended"; : > "$work/watch.html.tmp$$"
+look left --run "$odd"
+if [ ! -e "$work/watch.html.tmp$ended" ] && [ -e "$work/watch.html.tmp$$" ]; then pass; else fail "watch after a kill" "$(ls "$work" | grep tmp)"; fi
+
 # Refusals, by name.  watch_refused TEXT LINES FLAGS...: of a file that holds LINES.
 watch_refused() {
     text=$1; printf "$2" > "$work/bad.jsonl"; shift 2

@@ -32,6 +32,14 @@ if grep -q "4 trials ran, and 0 were known" "$work/grid.log"; then pass; else fa
 search grid --precisions fp32 --lrs 1e-3 --batches 4 --again
 if [ "$(records grid)" -eq 1 ]; then pass; else fail "--again" "$(records grid) records"; fi
 
+# A path that is not UTF-8, with a percent sign: its records are found again.  A number of many digits is that number.
+odd=$(printf "$work/te%%%%xt\\377")
+if head -c 20000 README.md > "$odd" 2> /dev/null; then
+    search odd --precisions fp32 --lrs 1.0000000000000000000000000000000000000000e-3 --batches 4 --data "$odd"
+    search odd --precisions fp32 --lrs 1e-3 --batches 4 --data "$odd"
+    if grep -q "0 trials ran, and 1 were known" "$work/odd.log"; then pass; else fail "a path that is not UTF-8" "$(tail -n 2 "$work/odd.log")"; fi
+else skip "a path that is not UTF-8" "the file system takes none"; fi
+
 # What goes wrong in a trial is its record; the search goes on.
 search wrong --precisions fp16,bf16 --lrs 1e-3,1e5 --batches 4,1000000
 status=$?
@@ -66,6 +74,7 @@ refused "--precisions fp32,fp8_e4m3: fp8_e4m3 is not valid" --precisions fp32,fp
 refused "--lrs 1e-3,0: 0 is not valid" --lrs 1e-3,0
 refused "--lrs ,: is empty" --lrs ,
 refused "--batches 2.5" --batches 2.5
+refused "an entry has 500 characters" --lrs "$(printf '%0500d' 1)"
 refused "5 heads do not divide 32" --heads 5
 refused "/nonexistent" --data /nonexistent
 refused "did you mean --lrs" --lr 1e-3

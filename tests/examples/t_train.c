@@ -168,6 +168,14 @@ TEST(sampling) {
     memset(counts, 0, sizeof counts);
     for (int i = 0; i < 1000; i++) counts[sample_token(&s, logits, room, 4, (i + 0.5) / 1000)]++;
     CHECK(counts[0] > 0 && counts[3] > 0 && counts[1] > counts[2]);
+    for (int i = 0; i < 4; i++) {                                       /* a model that computes NaN writes nothing */
+        float kept = logits[i];
+        int32_t token = 0;
+        logits[i] = i % 2 == 0 ? NAN : INFINITY;
+        CHECK_EQ(sample_next(&s, logits, room, 4, 0.5, &token), AMP_ERR_RANGE);
+        CHECK(token == -1 && strstr(ex_error(), "NaN or infinite") != NULL);
+        logits[i] = kept;
+    }
 }
 
 /* ---- JSON */

@@ -6,6 +6,7 @@
 #             75 80 ... 121; 90a in place of 90 from CUDA 12 on, because every GPU of capability 9.0 runs code for sm_90a,
 #             which alone has wgmma
 #   gpu       the first GPU: "NVIDIA H200, 9.0"
+#   arch      the architecture to build for it: that of archs where it is among them
 #   usable    1 if there are a compiler and a GPU, else 0; never fails
 #   backend   one line that says which backend a program can use here, and why; never fails
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -34,6 +35,11 @@ find_gpu() {
     gpu=$(nvidia-smi --query-gpu=name,compute_cap --format=csv,noheader 2>/dev/null | head -n 1)
     case $gpu in *", "[0-9]*.[0-9]*) echo "$gpu" ;; *) return 1 ;; esac
 }
+find_arch() {
+    gpu=$(find_gpu) || return 1
+    arch=$(echo "$gpu" | sed 's/.*, //; s/[.]//')
+    case " $(find_archs)" in *" ${arch}a "*) echo "${arch}a" ;; *) echo "$arch" ;; esac
+}
 find_usable() { if find_nvcc >/dev/null && find_gpu >/dev/null; then echo 1; else echo 0; fi; }
 find_backend() {
     gpu=$(find_gpu) && gpu="$(echo "$gpu" | sed 's/, \(.*\)/ (compute capability \1)/')"
@@ -46,6 +52,6 @@ find_backend() {
     fi
 }
 case $1 in
-    nvcc|release|archs|gpu|usable|backend) "find_$1" ;;
-    *) echo "find.sh: nvcc, release, archs, gpu, usable or backend" >&2; exit 2 ;;
+    nvcc|release|archs|gpu|arch|usable|backend) "find_$1" ;;
+    *) echo "find.sh: nvcc, release, archs, gpu, arch, usable or backend" >&2; exit 2 ;;
 esac

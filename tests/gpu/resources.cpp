@@ -7,7 +7,8 @@
  * The object contains the ELF file of the GPU without compression (hence --no-compress).  In it, kernel K is section
  * .text.K, its registers and stack are attributes in .nv.info, and its static shared memory is the size of .nv.shared.K, of
  * which sm_90 keeps 1 KiB for itself.  An instruction has 16 bytes.  Its lowest 12 bits say what it does.  In loads and
- * stores, bits 73 to 75 say how wide it is.  These numbers are those of sm_90 alone. */
+ * stores, bits 73 to 75 say how wide it is.  Bits 110 to 112 name the barrier that a load completes (7: none), and bits 116
+ * to 121 are a mask of the barriers that an instruction waits for.  These numbers are those of sm_90 alone. */
 #include <algorithm>
 #include <cxxabi.h>
 #include <elf.h>
@@ -31,6 +32,7 @@ struct kernel {
     unsigned loads, stores;             /* instructions of 16 bytes */
     unsigned divisions;                 /* subroutines of integers of 64 bits: a hundred instructions a call */
     unsigned local;                     /* instructions on local memory */
+    unsigned flight;                    /* the most loads from global memory that nothing has waited for yet */
 };
 typedef std::map<std::string, kernel> kernels;
 
@@ -88,6 +90,8 @@ static std::string short_name(const std::string &symbol) {
 }
 
 static void count_instructions(const elf &e, const Elf64_Shdr &code, kernel *k) {
+    enum { BARRIERS = 6 };
+    unsigned pending[BARRIERS] = {};
     for (uint64_t i = 0; i + INSTRUCTION <= code.sh_size; i += INSTRUCTION) {
         uint64_t low, high;
         if (!e.at(code.sh_offset + i, &low) || !e.at(code.sh_offset + i + 8, &high)) return;
@@ -96,6 +100,12 @@ static void count_instructions(const elf &e, const Elf64_Shdr &code, kernel *k) 
         if ((opcode == LD || opcode == LDG) && wide) k->loads++;
         if ((opcode == ST || opcode == STG) && wide) k->stores++;
         if (opcode == LDL || opcode == STL) k->local++;
+        unsigned barrier = high >> 46 & 7, waits = high >> 52 & 63, sum = 0;
+        for (unsigned b = 0; b < BARRIERS; b++)
+            if (waits >> b & 1) pending[b] = 0;
+        if ((opcode == LD || opcode == LDG) && barrier < BARRIERS) pending[barrier]++;
+        for (unsigned n : pending) sum += n;
+        k->flight = std::max(k->flight, sum);
     }
 }
 
@@ -206,13 +216,14 @@ static void compare_table(const kernels &all, const std::string &text) {
     }
 }
 
-/* wide.txt: "loads stores pattern", least numbers of 16-byte instructions; each pattern must match some kernel. */
+/* wide.txt: "loads stores flight pattern", least numbers of 16-byte instructions, and of loads in flight; each pattern must
+   match some kernel. */
 static void compare_wide(const kernels &all, const std::string &text) {
     for (const std::string &line : table_lines(text)) {
-        unsigned loads, stores, found = 0;
+        unsigned loads, stores, flight, found = 0;
         int at = 0;
-        if (sscanf(line.c_str(), "%u %u %n", &loads, &stores, &at) != 2 || at == 0) {
-            printf("wide %s: not \"loads stores pattern\"\n", line.c_str());
+        if (sscanf(line.c_str(), "%u %u %u %n", &loads, &stores, &flight, &at) != 3 || at == 0) {
+            printf("wide %s: not \"loads stores flight pattern\"\n", line.c_str());
             continue;
         }
         for (const auto &k : all) {
@@ -221,6 +232,8 @@ static void compare_wide(const kernels &all, const std::string &text) {
             if (k.second.loads < loads || k.second.stores < stores)
                 printf("wide %s: %u loads and %u stores of 16 bytes, must have %u and %u\n", k.first.c_str(),
                        k.second.loads, k.second.stores, loads, stores);
+            if (k.second.flight < flight)
+                printf("wide %s: %u loads in flight, must have %u\n", k.first.c_str(), k.second.flight, flight);
         }
         if (found == 0) printf("wide %s: no such kernel\n", line.c_str() + at);
     }

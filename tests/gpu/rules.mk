@@ -58,7 +58,7 @@ GPU_REST := $(COC_PARTS:%=$(BUILD)/%)
 GPU_LIBS := $(COC_LIBS)
 else
 GPU_BIN  := $(BUILD)/gpu
-GPU_ARCH  = $(shell sh tests/gpu/find.sh gpu | sed 's/.*, //; s/[.]//; s/^90$$/90a/')
+GPU_ARCH  = $(shell sh tests/gpu/find.sh arch)
 GPU_NVCC  = $(shell sh tests/gpu/find.sh nvcc) -std=c++17 -O2 $(GPU_INCLUDE)
 GPU_CXX   = $(GPU_NVCC)
 GPU_CU    = $(GPU_NVCC) -gencode arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH)

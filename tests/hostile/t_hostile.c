@@ -847,7 +847,7 @@ TEST(more_tokens_than_32_bits_count) {
 
 int main(int argc, char **argv) {
     TEST_BEGIN(argc, argv);
-    for (int path = AMP_CPU_SCALAR; path <= AMP_CPU_AMX; path++)
+    for (int path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
         if ((contexts[n_contexts] = open_context((amp_cpu_path)path)) != NULL) n_contexts++;
     RUN(casts_keep_what_the_format_can_hold);
     RUN(identities_change_no_bit);

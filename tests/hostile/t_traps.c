@@ -348,7 +348,7 @@ static double kahan(float d) {
 TEST(drift_of_20000_updates) {
     static drift x;
     int path, i;
-    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path++) {
+    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2, AMP_DTYPE_DEFAULT);
         amp_state *state = NULL;
         drift_start(&x, amp);
@@ -874,7 +874,7 @@ TEST(products_of_every_form) {
     ampt_uniform(a_room, 8192, 31, 0, 1, 0);
     ampt_uniform(b_room, 8192, 31, 1, 1, 0);
     ampt_uniform(c_before, 8192, 31, 2, 1, 3);                        /* never 0 */
-    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path++) {
+    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT, AMP_F32);
         for (form = 0; form < 8; form++) for (size = 0; size < 10; size++) for (beta = 0; beta < 3; beta++) {
             product p;
@@ -1032,7 +1032,7 @@ TEST(slices_at_odd_places) {
     static const amp_dtype dtypes[3] = {AMP_F32, AMP_BF16, AMP_F16};
     static slices straight, odd;
     int path, dtype, shift, i;
-    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path++)
+    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path = AMPT_NEXT_PATH(path))
     for (dtype = 0; dtype < 3; dtype++) for (shift = 0; shift < 8; shift += shift < 3 ? 1 : 4) {
         slices *s = shift ? &odd : &straight;
         amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_DEFAULT, AMP_DTYPE_DEFAULT);

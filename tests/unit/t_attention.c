@@ -68,6 +68,17 @@ static amp_cpu_path attention_best_path(void) {
     amp_machine machine;
     return amp_machine_probe(&machine) == AMP_OK ? machine.cpu.path : AMP_CPU_SCALAR;
 }
+/* Path number n of this CPU, from 0 on, and how many it has. */
+static amp_cpu_path attention_path(int64_t n) {
+    amp_cpu_path path = AMP_CPU_SCALAR;
+    for (; n > 0; n--) path = AMPT_NEXT_PATH(path);
+    return path;
+}
+static int attention_paths(void) {
+    int n = 1;
+    while (attention_path(n) <= attention_best_path()) n++;
+    return n;
+}
 
 /* ---- Elementary functions */
 
@@ -88,10 +99,16 @@ AMPT_PASS(_scalar, )
 #if AMPI_X86
 AMPT_PASS(_avx2, __attribute__((target("avx2,fma,f16c"))))
 AMPT_PASS(_avx512, __attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"))))
-static const lanes functions[3][5] = {AMPT_TABLE(_scalar), AMPT_TABLE(_avx2), AMPT_TABLE(_avx512)};
+static const lanes functions[][5] = {AMPT_TABLE(_scalar), AMPT_TABLE(_avx2), AMPT_TABLE(_avx512)};
+#elif AMPI_NEON
+AMPT_PASS(_neon, )
+static const lanes functions[][5] = {AMPT_TABLE(_scalar), AMPT_TABLE(_neon)};
 #else
-static const lanes functions[1][5] = {AMPT_TABLE(_scalar)};
+static const lanes functions[][5] = {AMPT_TABLE(_scalar)};
 #endif
+static const int function_widths[] = {4, AMPI_X86 ? 8 : 4, 16};
+/* How many of these rows this CPU has. */
+static int function_passes(void) { return AMPI_MIN(attention_paths(), (int)(sizeof functions / sizeof *functions)); }
 static const char *function_names[] = {"exp", "log", "tanh", "erf", "sqrt"};
 /* What the comments in amp.h promise, in ulp. */
 static const double promised[] = {1.03, 0.79, 1.3, 1.16, 0.5};
@@ -112,7 +129,7 @@ static double error_in_ulp(int f, float x, float y) {
 }
 
 TEST(functions_are_accurate) {
-    int passes = AMPI_MIN((int)attention_best_path(), 3), widths[] = {4, 8, 16};
+    int passes = function_passes();
     for (int f = 0; f < 5; f++) {
         for (int p = 0; p < passes; p++) {
             double worst = 0;
@@ -122,7 +139,7 @@ TEST(functions_are_accurate) {
                 for (uint32_t sign = 0; sign < (f == 1 || f == 4 ? 1u : 2u); sign++) {
                     for (uint32_t i = 0; i < 16; i++) x[i] = from_bits((b + i * 2477u) | sign << 31);
                     functions[p][f](x, y);
-                    for (int i = 0; i < widths[p]; i++) {
+                    for (int i = 0; i < function_widths[p]; i++) {
                         double e = error_in_ulp(f, x[i], y[i]);
                         if (f == 0 && attention_exact(f, x[i]) < 1.2193e-38L) continue;   /* below exp(-87.3): 0 */
                         if (e > worst) { worst = e; at = x[i]; }
@@ -139,7 +156,7 @@ TEST(functions_are_accurate) {
 TEST(functions_at_their_seams) {
     static const float seams[] = {0.625f, 0.92f, 10.0f, 4.0f, 1.0f, 0.70710678f, 1.41421356f, 88.7228394f, 87.2f,
         87.3f, 0.34657359f, 2.0f};
-    int passes = AMPI_MIN((int)attention_best_path(), 3), widths[] = {4, 8, 16};
+    int passes = function_passes();
     for (int f = 0; f < 4; f++) {
         for (int p = 0; p < passes; p++) {
             for (size_t s = 0; s < sizeof seams / sizeof *seams; s++) {
@@ -148,7 +165,7 @@ TEST(functions_at_their_seams) {
                     for (uint32_t i = 0; i < 16; i++)
                         x[i] = from_bits((bits_of(seams[s]) - 8 + i) | (uint32_t)sign << 31);
                     functions[p][f](x, y);
-                    for (int i = 0; i < widths[p]; i++) {
+                    for (int i = 0; i < function_widths[p]; i++) {
                         double e = error_in_ulp(f, x[i], y[i]);
                         if (f == 0 && attention_exact(f, x[i]) < 1.2193e-38L) continue;
                         CHECK_MSG(e <= promised[f] + 0.005, "%s(%.9g) = %.9g: %.2f ulp, path %d", function_names[f],
@@ -177,7 +194,7 @@ TEST(functions_of_special_values) {
         {0xc2ae999bu, 0x00000000u, 1, 0xbf800000u, 0xbf800000u},                /* just below -87.3 */
         {0xc2ae999au, 0x0084c38bu, 1, 0xbf800000u, 0xbf800000u},                /* -87.3 */
     };
-    int passes = AMPI_MIN((int)attention_best_path(), 3);
+    int passes = function_passes();
     for (size_t r = 0; r < sizeof table / sizeof *table; r++) {
         for (int f = 0; f < 4; f++) {
             for (int p = 0; p < passes; p++) {
@@ -513,7 +530,7 @@ static void check_problem(attention_problem *p, ampi_cpu *cpu, const char *what)
 static const int64_t sizes[] = {1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 129, 150}, dims[] = {1, 5, 16, 64, 80, 128};
 
 TEST(every_dtype_and_path) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         ampi_cpu cpu = attention_device((amp_cpu_path)path, 2);
         for (int s = 0; s < 3; s++) {
             for (int c = 0; c < 4; c++) {
@@ -544,7 +561,7 @@ TEST(every_mask_and_combination) {
     for (int n = 0; n < 3; n++) {
         for (int kind = 0; kind <= AMP_MASK_ARBITRARY; kind++) {
             for (int combination = 0; combination < 6; combination++) {
-                ampi_cpu cpu = attention_device((amp_cpu_path)(1 + pick((int64_t)attention_best_path())), 2);
+                ampi_cpu cpu = attention_device(attention_path(pick(attention_paths())), 2);
                 int64_t queries = sizes[pick(12)], keys = n == 0 ? queries : sizes[pick(12)];
                 attention_problem p = make_problem(2, 2, queries, keys, 12, AMP_F32, attention_computes[pick(4)]);
                 p.x.mask = random_mask((amp_mask_kind)kind, combination % 2, combination / 2, 2, 2, queries, keys);
@@ -605,7 +622,7 @@ TEST(packed_qkv) {
 
 /* Rounding the operands first changes no bit: that is what computing in a dtype means. */
 TEST(operands_are_rounded_to_the_compute_dtype) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         for (int c = 1; c < 4; c++) {
             ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
             attention_problem p = make_problem(1, 2, 40, 70, 24, AMP_F32, attention_computes[c]);
@@ -642,7 +659,7 @@ TEST(operands_are_rounded_to_the_compute_dtype) {
 /* With every value 1, o is the sum of the rounded probabilities over the sum of the exact ones: 1 to fp32 accuracy in
    fp32, visibly not 1 in bf16. */
 TEST(probabilities_are_rounded_to_the_compute_dtype) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         double off[2] = {0, 0};
         for (int bf16 = 0; bf16 < 2; bf16++) {
             ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
@@ -669,7 +686,7 @@ static void attention_poison(attention_problem *p, int64_t b, int64_t row, int i
     }
 }
 TEST(hidden_infinities_do_not_leak) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         for (int n = 0; n < 12; n++) {
             ampi_cpu cpu = attention_device((amp_cpu_path)path, 2);
             int64_t queries = 70, keys = n < 4 ? 70 : 100;
@@ -698,7 +715,7 @@ TEST(hidden_infinities_do_not_leak) {
 
 /* Causal: the last key is NaN, which only the last query sees.  Its row is NaN, and no other. */
 TEST(seen_nan_spoils_its_rows_only) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
         attention_problem p = make_problem(1, 1, 50, 50, 8, AMP_F32, AMP_F32);
         p.x.mask.kind = AMP_MASK_CAUSAL;
@@ -811,7 +828,7 @@ TEST(softmax_with_every_mask) {
     static const amp_dtype from[] = {AMP_F32, AMP_F16, AMP_BF16, AMP_F32, AMP_F16}, into[] = {AMP_F32, AMP_F16,
         AMP_BF16, AMP_BF16, AMP_F32};
     for (int n = 0; n < 120; n++) {
-        ampi_cpu cpu = attention_device((amp_cpu_path)(1 + pick((int64_t)attention_best_path())), 1 + (int)pick(2));
+        ampi_cpu cpu = attention_device(attention_path(pick(attention_paths())), 1 + (int)pick(2));
         int64_t queries = sizes[pick(10)], keys = n % 3 ? sizes[pick(10)] : queries, count = 4 * queries * keys;
         amp_k_softmax x;
         float *in = (float *)malloc((size_t)count * 4), *dy = (float *)malloc((size_t)count * 4);
@@ -845,7 +862,7 @@ TEST(softmax_with_every_mask) {
 }
 
 TEST(softmax_of_special_values) {
-    for (int path = 1; path <= (int)attention_best_path(); path++) {
+    for (int path = 1; path <= (int)attention_best_path(); path = AMPT_NEXT_PATH(path)) {
         ampi_cpu cpu = attention_device((amp_cpu_path)path, 1);
         static const int32_t lengths[] = {20};
         float in[5][23], y[5][23];

@@ -21,7 +21,7 @@
 #endif
 #include <unistd.h>
 
-enum { STEPS = 5, RESTART = 3, MAX_OUTPUTS = 24, MAX_PARAMS = 8, PATHS = AMP_CPU_AMX + 1 };
+enum { STEPS = 5, RESTART = 3, MAX_OUTPUTS = 24, MAX_PARAMS = 8, PATHS = AMP_CPU_PATHS };
 enum { ARENA = 16 << 20 };
 
 /* ---- Inputs and outputs of one operation.  An input is a function of the step and of its place among the inputs. */

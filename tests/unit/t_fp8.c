@@ -63,7 +63,7 @@ static void check_operand(const char *key, const float *x, int64_t rows, int64_t
     int64_t in_a_row = (cols + across - 1) / across;
     snprintf(record, sizeof record, "%s/scales", key);
     scales = (float *)ampt_golden_read(&fp8_golden, record, 1, &blocks);
-    for (int path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (int path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_fp8(scaling, AMP_FP8_HYBRID, (amp_cpu_path)path, path % 2 + 1);
         amp_k_fp8 how = {square, 0, dtype, scaling, NULL, NULL, 0, 0};
         ampi_gemm_operand from = {x, AMP_F32, AMP_FP8, cols, along};
@@ -187,7 +187,7 @@ static void check_product(const char *key, const float *got, int64_t rows, int64
 TEST(products_are_those_of_fp64) {
     char key[64];
     layer l;
-    for (int path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++)
+    for (int path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path))
         for (int s = 0; s < MODES; s++)
             for (int f = 0; f < 2; f++)
                 for (int cached = 0; cached < 2; cached++) {

@@ -15,8 +15,12 @@
 
 typedef struct way { const char *name; amp_cpu_path path; int bf16; } way;        /* bf16: has a product of its own for it */
 static const way all_ways[] = {
-    {"scalar", AMP_CPU_SCALAR, 0}, {"avx2", AMP_CPU_AVX2, 0}, {"avx512", AMP_CPU_AVX512, 0},
-    {"avx512_bf16", AMP_CPU_AVX512_BF16, 1}, {"amx", AMP_CPU_AMX, 1},
+    {"scalar", AMP_CPU_SCALAR, 0},
+#if defined(__aarch64__)
+    {"neon", AMP_CPU_NEON, 0}, {"neon_bf16", AMP_CPU_NEON_BF16, 1},
+#else
+    {"avx2", AMP_CPU_AVX2, 0}, {"avx512", AMP_CPU_AVX512, 0}, {"avx512_bf16", AMP_CPU_AVX512_BF16, 1}, {"amx", AMP_CPU_AMX, 1},
+#endif
 };
 enum { WAYS = sizeof all_ways / sizeof *all_ways };
 static amp_cpu_path best_path;
@@ -705,7 +709,8 @@ int main(int argc, char **argv) {
     amp_machine machine;
     TEST_BEGIN(argc, argv);
     if (amp_machine_probe(&machine) != AMP_OK) return 1;
-    best_path = machine.cpu.path;
+    for (int path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
+        if (ampi_cpu_has(&machine.cpu, (amp_cpu_path)path)) best_path = (amp_cpu_path)path;
     RUN_LONG(shapes);
     RUN(small_and_thin_shapes);
     RUN(rows_times_rows);

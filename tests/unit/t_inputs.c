@@ -213,7 +213,7 @@ TEST(saturated_products_are_products_of_what_was_cut) {
     static const int shapes[][3] = {{1, 33, 17}, {33, 1, 17}, {4, 4, 4}, {37, 19, 40}, {1, 1, 1}, {16, 32, 1}};
     static const amp_dtype dtypes[] = {AMP_F16, AMP_BF16, AMP_TF32};
     int done = 0;
-    for (int path = AMP_CPU_SCALAR; path <= AMP_CPU_AMX; path++)
+    for (int path = AMP_CPU_SCALAR; path < AMP_CPU_PATHS; path++)
         for (size_t t = 0; t < sizeof dtypes / sizeof *dtypes; t++) {
             words w[2];
             amp_context *saturate = open_as(dtypes[t], 1, (amp_cpu_path)path, &w[0]), *plain = open_as(dtypes[t], 0, (amp_cpu_path)path, &w[1]);

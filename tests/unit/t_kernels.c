@@ -109,7 +109,7 @@ static ampi_cpu kernels_device(amp_cpu_path path, int threads) {
     return cpu;
 }
 static int paths(void) { return (int)ampi_cpu_best_path(); }
-static int width(amp_cpu_path path) { return path >= AMP_CPU_AVX512 ? 16 : path == AMP_CPU_AVX2 ? 8 : 4; }
+static int width(amp_cpu_path path) { return path >= AMP_CPU_NEON ? 4 : path >= AMP_CPU_AVX512 ? 16 : path == AMP_CPU_AVX2 ? 8 : 4; }
 
 typedef amp_result (*kernel)(void *dev, const void *args, void *stream);
 #define KERNEL(name, type)                                                                                             \
@@ -273,7 +273,7 @@ static void check_activation(amp_activation_kind kind, int64_t n, amp_dtype x_dt
 }
 
 TEST(activations) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++)
             for (int i = 0; i < SHAPES; i++) {
                 int whole = i == SHAPES - 1;            /* the large shape with fewer dtypes, to save time */
@@ -286,7 +286,7 @@ TEST(activations) {
 
 /* The functions that GEMM calls: in place, and tanh from its input. */
 TEST(activation_rows) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int kind = AMP_ACT_NONE; kind <= AMP_ACT_RELU; kind++)
             for (int64_t n = 0; n < 70; n++) {
                 const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, (amp_cpu_path)path);
@@ -313,7 +313,7 @@ TEST(activation_rows) {
 TEST(activation_special_values) {
     float nan = float_nan(), inf = float_inf(), x[6], y[6], dy[6] = {1, 1, 1, 1, 1, 1}, dx[6];
     x[0] = nan; x[1] = -nan; x[2] = inf; x[3] = -inf; x[4] = 1e30f; x[5] = -1e30f;
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++) {
             const ampi_pointwise_vec *vec = AMPI_PICK(ampi_pointwise_kernels, (amp_cpu_path)path);
             double high = kind == AMP_ACT_TANH ? 1 : 1e30, low = kind == AMP_ACT_TANH ? -1 : 0,
@@ -338,7 +338,7 @@ TEST(activation_special_values) {
 
 /* y over x, dx over dy, in every storage type; tanh and ReLU also after their x is gone. */
 TEST(activation_in_place) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int kind = AMP_ACT_GELU; kind <= AMP_ACT_RELU; kind++)
             for (int d = 0; d < STORAGES; d++) {
                 kernels_matrix x = kernels_make(storages[d], 1, 1500, 0), y = kernels_make(storages[d], 1, 1500, 0),
@@ -394,7 +394,7 @@ static void check_swiglu(int64_t rows, int64_t cols, int64_t gap, amp_dtype in, 
 }
 
 TEST(swiglu) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int i = 0; i < SHAPES; i++)
             for (int in = 0; in < STORAGES; in++)
                 for (int out = 0; out < STORAGES; out++)
@@ -438,7 +438,7 @@ static void check_biased(int64_t rows, int64_t cols, amp_dtype bias_dtype, amp_c
 }
 
 TEST(activation_biases) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int i = 0; i < SHAPES - 1; i++)
             for (int d = 0; d < STORAGES; d++) check_biased(kernels_shapes[i].rows, kernels_shapes[i].cols, storages[d], (amp_cpu_path)path);
 }
@@ -602,7 +602,7 @@ static const amp_dtype norm_dtypes[][3] = {{AMP_F32, AMP_F32, AMP_F32},
                                            {AMP_BF16, AMP_F32, AMP_F16}};
 
 TEST(norm_forward) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int i = 0; i < SHAPES; i++)
             for (int c = 0; c < NORM_CASES; c++)
                 for (int d = 0; d < (i == SHAPES - 1 ? 2 : 5); d++)
@@ -611,7 +611,7 @@ TEST(norm_forward) {
 }
 
 TEST(norm_backward) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int i = 0; i < SHAPES; i++)
             for (int c = 0; c < NORM_CASES; c++)
                 for (int d = 0; d < (i == SHAPES - 1 ? 2 : 5); d++)
@@ -621,7 +621,7 @@ TEST(norm_backward) {
 
 /* sum over x, sum over residual, dsum over dx; constant rows; NaN stays in its row. */
 TEST(norm_in_place_and_special_rows) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int d = 0; d < STORAGES; d++) {
             kernels_matrix x = kernels_make(storages[d], 4, 100, 0), residual = kernels_make(storages[d], 4, 100, 0),
                    sum = kernels_make(storages[d], 4, 100, 0);
@@ -757,7 +757,7 @@ static void check_entropy(const entropy_case *c, int64_t rows, int64_t classes, 
 }
 
 TEST(cross_entropy) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int i = 0; i < SHAPES; i++)
             for (int c = 0; c < ENTROPY_CASES; c++)
                 for (int in = 0; in < STORAGES; in++)
@@ -795,7 +795,7 @@ TEST(cross_entropy_labels) {
 
 /* As PyTorch: NaN and +inf make the row NaN; a label at -inf gives loss inf and a finite gradient; an ignored row is 0. */
 TEST(cross_entropy_special_rows) {
-    for (int path = 1; path <= paths(); path++) {
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path)) {
         kernels_matrix x = kernels_make(AMP_F32, 6, 40, 0), g = kernels_make(AMP_F32, 6, 40, 0);
         ampi_cpu cpu = kernels_device((amp_cpu_path)path, 2);
         int32_t labels[6] = {1, 2, 3, 4, IGNORE, 38}, bad = 0;
@@ -832,7 +832,7 @@ TEST(cross_entropy_special_rows) {
 
 /* The largest logit in the first of several chunks. */
 TEST(cross_entropy_large_logits) {
-    for (int path = 1; path <= paths(); path++) {
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path)) {
         kernels_matrix x = kernels_make(AMP_F32, 1, 2100, 0), g = kernels_make(AMP_F32, 1, 2100, 0);
         ampi_cpu cpu = kernels_device((amp_cpu_path)path, 1);
         int32_t label = 2000, bad = 0;
@@ -860,7 +860,7 @@ TEST(cross_entropy_large_logits) {
 TEST(mse) {
     static const int64_t sizes[] = {0, 1, 5, 33, 7000, 100003};
     static const float seed = 512;
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int k = 0; k < 6; k++)
             for (int in = 0; in < STORAGES; in++)
                 for (int sum = 0; sum < 2; sum++) {
@@ -904,7 +904,7 @@ TEST(mse) {
 }
 
 TEST(add) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int k = 0; k < 27; k++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
@@ -932,7 +932,7 @@ TEST(add) {
 
 /* What amp_convert does, at any number of threads, and the count is added to what is there. */
 TEST(cast) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int rounding = AMP_ROUND_DEFAULT; rounding <= AMP_ROUND_STOCHASTIC; rounding++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
@@ -970,7 +970,7 @@ TEST(dropout) {
     rates[4] = amp_random_uniform(seed, offset + small);
     rates[5] = rates[4] * (1 + 0x1p-23f);
     CHECK(small < 39 && rates[5] > rates[4] && rates[5] < rates[4] + 0x1p-24f);
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int k = 0; k < RATES * STORAGES; k++)
             for (int l = 0; l < LENGTHS; l++) {
                 int64_t n = lengths[l];
@@ -1060,7 +1060,7 @@ TEST(rope) {
         for (int s = 0; s < STORAGES; s++) {
             const rope_case *c = &rope_cases[k];
             kernels_matrix in[2] = {rope_matrix(c, 0, storages[s]), rope_matrix(c, 1, storages[s])}, first[2];
-            for (int path = 1; path <= paths(); path++) {
+            for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path)) {
                 kernels_matrix q = rope_matrix(c, 0, storages[s]), key = rope_matrix(c, 1, storages[s]), *out[2];
                 amp_k_rope a = rope_args(c, &q, &key, at);
                 out[0] = &q; out[1] = &key;
@@ -1082,7 +1082,7 @@ TEST(rope) {
 
 /* What is not finite stays in its pair; unturned elements keep their bits, also those of a signalling NaN. */
 TEST(rope_of_infinities) {
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int s = 0; s < STORAGES; s++)
             for (int adjacent = 0; adjacent < 2; adjacent++) {
                 rope_case c = {{1, 0}, 24, 20, 1, 10000, adjacent, 0};
@@ -1164,7 +1164,7 @@ static void check_embedding(int64_t n, int64_t seq, int64_t vocab, int64_t cols,
 
 TEST(embedding) {
     static const int64_t cases[][4] = {{0, 1, 3, 5}, {1, 1, 1, 1}, {12, 4, 5, 7}, {100, 50, 3, 33}, {96, 32, 61, 520}};
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int k = 0; k < 5; k++)
             for (int d = 0; d < STORAGES * STORAGES; d += k == 4 ? 4 : 1)
                 for (int flags = 0; flags < 4; flags++)
@@ -1419,7 +1419,7 @@ static double relative_norm(const kernels_matrix *got, const float *exact, const
 
 TEST(golden_fp32) {
     ampt_golden file = ampt_golden_open("kernels.bin");
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int op = 0; op < GOLDEN_OPS; op++) {
             golden_run r;
             golden_operator(&r, op, 0, AMP_F32, AMP_F32, (amp_cpu_path)path);
@@ -1443,7 +1443,7 @@ TEST(golden_fp32) {
 /* The exact result is that of fp32 storage on the same rounded inputs: it is 10^4 times closer than what is measured. */
 TEST(golden_16bit) {
     ampt_golden file = ampt_golden_open("kernels.bin");
-    for (int path = 1; path <= paths(); path++)
+    for (int path = 1; path <= paths(); path = AMPT_NEXT_PATH(path))
         for (int k = 1; k < STORAGES; k++)
             for (int op = 0; op < GOLDEN_OPS; op++) {
                 double square[G_OUTPUTS] = {0};
@@ -1659,7 +1659,7 @@ static void sums_of_attention(const ampt_golden *file, int64_t n, int backward, 
 TEST(long_sums) {
     static const int64_t rows[] = {1000, 10000, 400000}, depths[] = {256, 512, 1024, 4096};
     ampt_golden file = ampt_golden_open("sums.bin");
-    for (int path = 1; path <= paths() && path <= AMP_CPU_AVX512; path++) {     /* those above differ in bf16 alone */
+    for (int path = 1; path <= (int)AMPT_WIDEST_PATH(ampi_cpu_best_path()); path = AMPT_NEXT_PATH(path)) {     /* those above differ in bf16 alone */
         for (int i = 0; i < 3; i++) {
             sums_of_rows(&file, rows[i], 0, (amp_cpu_path)path);
             sums_of_rows(&file, rows[i], 1, (amp_cpu_path)path);

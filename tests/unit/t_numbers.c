@@ -17,9 +17,9 @@ static const amp_dtype ampt_narrow[5] = {AMP_F16, AMP_BF16, AMP_TF32, AMP_E4M3, 
 
 /* Paths to force: 1 to the best this CPU has. */
 static amp_cpu_path ampt_best(void) {
-    return ampi_cpu_best_path() >= AMP_CPU_AVX512 ? AMP_CPU_AVX512 : ampi_cpu_best_path();
+    return AMPT_WIDEST_PATH(ampi_cpu_best_path());
 }
-#define EACH_PATH(path) (path = AMP_CPU_SCALAR; path <= ampt_best(); path = (amp_cpu_path)(path + 1))
+#define EACH_PATH(path) (path = AMP_CPU_SCALAR; path <= ampt_best(); path = AMPT_NEXT_PATH(path))
 
 /* ---- One element, by the scalar functions only.  Patterns of every format travel as uint64_t. */
 

@@ -186,7 +186,7 @@ TEST(hundred_steps_are_as_close_as_torchs) {
     ampt_golden golden = ampt_golden_open("optimizer.bin");
     int c, path;
     for (c = 0; c < CASES; c++)
-        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) compare_with_torch(&cases[c], (amp_cpu_path)path, &golden);
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) compare_with_torch(&cases[c], (amp_cpu_path)path, &golden);
     free(golden.data);
 }
 
@@ -226,7 +226,7 @@ TEST(lion_at_special_values) {
     amp_optimizer_desc d;
     amp_param p;
     int path, i;
-    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
         amp_optimizer *o;
         memset(&d, 0, sizeof d);
@@ -261,7 +261,7 @@ TEST(sixteen_bit_gradients_and_masters) {
     int kind, grad16, which, step, i, path;
     for (kind = 0; kind < 2; kind++) for (grad16 = 0; grad16 < 2; grad16++)
     for (which = AMP_ADAMW; which < AMPI_OPTIMIZERS; which++)
-    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2);
         amp_optimizer_desc d;
         amp_optimizer *x, *y;
@@ -501,7 +501,7 @@ static void compare_remainders(int kind, amp_cpu_path path, int nonfinite) {
 
 TEST(remainders_are_fp32_masters_bit_for_bit) {
     int kind, path;
-    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         compare_remainders(kind, (amp_cpu_path)path, 0);
         compare_remainders(kind, (amp_cpu_path)path, 1);
     }
@@ -609,14 +609,14 @@ static void *sweep_remainders(void *arg) {
     return NULL;
 }
 
-/* The paths above AVX-512 have its conversions, and all optimizers join and split alike: every pattern goes through SGD on
+/* Paths that differ in products of bf16 alone have the same conversions, and all optimizers join and split alike: every pattern goes through SGD on
    each path up to that, and through the others on the last; the short form goes through all on all. */
 TEST(remainders_of_every_pattern) {
     enum { SWEEPERS = 8 };
     static remainder_sweep sweeps[SWEEPERS];
     int path, kind, t, last = (int)ampi_cpu_best_path();
-    if (every_pattern && last > AMP_CPU_AVX512) last = AMP_CPU_AVX512;
-    for (path = AMP_CPU_SCALAR; path <= last; path++) for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
+    if (every_pattern) last = (int)AMPT_WIDEST_PATH((amp_cpu_path)last);
+    for (path = AMP_CPU_SCALAR; path <= last; path = AMPT_NEXT_PATH(path)) for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) {
         const char *name = ampi_optimizers[kind].name;
         int64_t patterns = 0, lost = 0, moved = 0, failed = 0;
         if (every_pattern && kind != AMP_SGD && path < last) continue;
@@ -683,7 +683,7 @@ static double walk_mean(amp_dtype dtype) {
 TEST(stochastic_rounding_is_unbiased_where_nearest_stalls) {
     static const amp_dtype dtypes[2] = {AMP_BF16, AMP_F16};
     int kind, path, step;
-    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
         float unit = ldexpf(1, kind ? -10 : -7), update = unit * 0.09375f;    /* 3 / 32 of a step; exact in both */
         amp_optimizer *o = make_walk(amp, dtypes[kind], AMP_MASTER_NONE, update, 0);
@@ -714,7 +714,7 @@ TEST(stochastic_rounding_takes_the_words_it_says) {
     int64_t k;
     amp_philox(77, 3, 5, words);                                      /* the block of the row in the step's stream */
     CHECK(ampi_row_seed(77, 3, 5) == (words[0] | (uint64_t)words[1] << 32));
-    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_O2);
         float update = ldexpf(0.09375f, kind ? -10 : -7);
         uint16_t good;
@@ -770,7 +770,7 @@ TEST(stochastic_rounding_of_special_weights) {
     enum { STEPS = 17 };                                              /* times WALKERS words: more than 65536 */
     int kind, path, special, step;
     int64_t k, over;
-    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+    for (kind = 0; kind < 2; kind++) for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
         amp_context *amp = open_context((amp_cpu_path)path, 1, AMP_LEVEL_O2);
         amp_optimizer *o = make_walk(amp, kind ? AMP_F16 : AMP_BF16, AMP_MASTER_STOCHASTIC, 0, 3);
         uint16_t top = kind ? 0x7c00 : 0x7f80, quiet = kind ? 0x200 : 0x40, largest = (uint16_t)(top - 1);
@@ -862,7 +862,7 @@ static void compare_moments(amp_cpu_path path, int kind) {
 
 TEST(bf16_moments_follow_fp32_ones) {
     int kind, path;
-    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++)
+    for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path))
         for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++) compare_moments((amp_cpu_path)path, kind);
 }
 
@@ -985,7 +985,7 @@ TEST(eight_bit_steps_are_as_close_as_those_of_bitsandbytes) {
     ampt_golden golden = ampt_golden_open("moments.bin");
     int kind, path, step;
     for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++)
-        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
             amp_context *amp = open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
             amp_optimizer_desc d;
             double *exact, theirs, ours;
@@ -1114,7 +1114,7 @@ TEST(eight_bit_steps_are_fp32_steps_rounded) {
     static const amp_master_kind masters[] = {AMP_MASTER_F32, AMP_MASTER_REMAINDER, AMP_MASTER_STOCHASTIC, AMP_MASTER_NONE};
     int kind, path, m;
     for (kind = AMP_ADAMW; kind < AMPI_OPTIMIZERS; kind++)
-        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
             eight_against_fp32((amp_cpu_path)path, kind, AMP_F32, AMP_MASTER_NONE);
             for (m = 0; m < 4; m++) {
                 eight_against_fp32((amp_cpu_path)path, kind, AMP_BF16, masters[m]);

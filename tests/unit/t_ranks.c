@@ -637,9 +637,9 @@ TEST(ranks_go_on_by_the_first_ones_path) {
     if (machine.cpu.path == AMP_CPU_SCALAR) SKIP("this CPU has one path");
     memset(&by_path, 0, sizeof by_path);
     by_path.chosen[0] = AMP_CPU_SCALAR;
-    by_path.chosen[2] = AMP_CPU_AVX2;
+    by_path.chosen[2] = AMPT_NEXT_PATH(AMP_CPU_SCALAR);
     thread_ranks(3, step_by_path);
-    CHECK(by_path.now[0] == AMP_CPU_SCALAR && by_path.now[1] == AMP_CPU_SCALAR && by_path.now[2] == AMP_CPU_AVX2);
+    CHECK(by_path.now[0] == AMP_CPU_SCALAR && by_path.now[1] == AMP_CPU_SCALAR && by_path.now[2] == by_path.chosen[2]);
     CHECK(by_path.warned[0] == 0 && by_path.warned[1] == 0 && by_path.warned[2] == 1);
     CHECK(memcmp(&by_path.y[0], &by_path.y[1], sizeof by_path.y[0]) == 0);
 }

@@ -603,7 +603,7 @@ TEST(training_has_the_same_bits) {
     amp_machine machine;
     CHECK_OK(amp_machine_probe(&machine));
     for (int d = 0; d < 4; d++) {
-        for (int path = AMP_CPU_SCALAR; path <= (int)machine.cpu.path; path++) {
+        for (int path = AMP_CPU_SCALAR; path <= (int)machine.cpu.path; path = AMPT_NEXT_PATH(path)) {
             training how = usual(all[d]);
             how.path = (amp_cpu_path)path;
             check_training(&how);

@@ -294,7 +294,7 @@ TEST(unscale_kernel_is_torchs_bit_for_bit) {
         if (sscanf(line, "unscale %15s %d %d %d %llx", name, &finite, &k, &inf, &sum) != 5) continue;
         for (kind = 0; strcmp(kinds[kind].name, name) != 0; kind++) {}
         unscale_words(words, N, kinds[kind].width, kinds[kind].exponent, finite, k);
-        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path++) {
+        for (path = AMP_CPU_SCALAR; path <= (int)ampi_cpu_best_path(); path = AMPT_NEXT_PATH(path)) {
             amp_context *amp = scaler_open_context((amp_cpu_path)path, 2, AMP_LEVEL_DEFAULT);
             float inverse = k == 5 ? ldexpf(1, -140) : inverses[k], found = 0, sticky = 1;
             double sum_sq;

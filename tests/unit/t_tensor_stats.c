@@ -142,7 +142,7 @@ static void counts_of(const void *data, amp_dtype storage, int64_t n, const char
     row.grad_dtype = storage;
     row.count = n;
     row.live = 1;
-    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path++)
+    for (path = AMP_CPU_SCALAR; path <= (int)best_path(); path = AMPT_NEXT_PATH(path))
         for (t = 0; t < 2; t++) {
             void *dev = open_device(threads[t], (amp_cpu_path)path);
             for (f = 0; f < 4; f++) {
