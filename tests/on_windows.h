@@ -45,6 +45,7 @@ AMPT_OWN void *mmap(void *at, size_t bytes, int access, int how, int file, int64
     (void)at; (void)access; (void)how; (void)file; (void)offset;
     return calloc(1, bytes);
 }
+AMPT_OWN int munmap(void *at, size_t bytes) { (void)bytes; free(at); return 0; }
 AMPT_OWN unsigned alarm(unsigned seconds) { (void)seconds; return 0; }
 AMPT_OWN char *mkdtemp(char *path) { return _mktemp(path) != NULL && _mkdir(path) == 0 ? path : NULL; }
 AMPT_OWN int setenv(const char *name, const char *value, int over) { (void)over; return _putenv_s(name, value); }

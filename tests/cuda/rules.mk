@@ -61,7 +61,7 @@ $(1)model_parts := $(foreach p,$(COC_PARTS),$(BUILD)/$(if $(filter $(p),$(4)),$(
 $(4:%=$(BUILD)/$(1)%): $(BUILD)/$(1)coc_%.o: $(COC)/coc_%.cpp $(COC_HEADERS) | $(BUILD)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) -O2 $(2) -c $$< -o $$@
 $(BUILD)/$(1)model_amp_cuda.o: amp_cuda.cu amp.h $(COC_HEADERS) | $(BUILD)
-	$(CXX) $(CXXWARN) $(COC_FLAGS) $(COC_LOCKS) $(2) -x c++ -c $$< -o $$@
+	$(CXX) $(CXXWARN) $(COC_FLAGS) $$(COC_LOCKS) $(2) -x c++ -c $$< -o $$@
 $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: $(BUILD)/$(1)%: $(COC)/%.cpp $$($(1)model_parts) $(COC_HEADERS)
 	$(CXX) $(CXXWARN) $(COC_FLAGS) $(2) $$(filter %.cpp %.o,$$^) -o $$@ $(COC_LIBS)
 $(filter $(BUILD)/$(1)coc_cublas.o,$(4:%=$(BUILD)/$(1)%)) $(BUILD)/$(1)t_harness $(BUILD)/$(1)t_cublas: amp.h
@@ -99,9 +99,9 @@ $(EXAMPLES:%=$(BUILD)/model_%): $(BUILD)/model_%: examples/%.c $(HEADERS) $(BUIL
 $(BUILD)/model_own_kernels: examples/own_kernels.cu $(BUILD)/model_amp_cuda.o $(COC_PARTS:%=$(BUILD)/%) $(BUILD)/amp.o amp.h
 	$(CXX) $(CXXWARN) $(COC_FLAGS) -x c++ $< -x none $(filter %.o,$^) -o $@ $(COC_LIBS)
 
-# All tests of the CUDA backend on the model GPU, in all five orders: those that `make test` runs in four, and those that
-# only `make test-ci` runs, in one order each and with AddressSanitizer.
+# In all five orders: the programs with tests that `make test` leaves out, and that `make test-ci` runs in one order each,
+# with AddressSanitizer.
 .PHONY: test-orders
-ORDERS_TESTS := $(patsubst $(COC)/%.cpp,$(BUILD)/%,$(shell grep -lE 'cuda_on_both|coc_every_order|attention_tests' $(COC)/t_cuda*.cpp))
+ORDERS_TESTS := $(patsubst $(COC)/%.cpp,$(BUILD)/%,$(shell grep -lE 'RUN_CI|attention_tests' $(COC)/t_cuda*.cpp))
 test-orders: $(ORDERS_TESTS)
 	AMPT_ORDERS=5 CC="$(CXX)" CFLAGS="-O1" RECORD=tests/records/orders-$$(date +%F).json sh tests/exhaustive.sh $(ORDERS_TESTS)

@@ -434,6 +434,7 @@ static int failure_of(int which, int host_visible) {
 }
 
 TEST(a_lasting_failure_of_the_device_is_an_error) {
+    SKIP_ON_WINDOWS("fork");
     for (int which = 0; which < 6; which++)
         for (int host_visible = 0; host_visible < 2; host_visible++) CHECK_EQ(failure_of(which, host_visible), 0);
 }
