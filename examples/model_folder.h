@@ -145,26 +145,6 @@ static inline amp_result weights_open(model_weights *w, const char *path) {
     return result;
 }
 
-/* Names the tensors that the model did not read, "a, b, c and 4 more"; "": it read all.  read: how many there are in
-   `used`, pointers to tensors. */
-static inline int weights_by_address(const void *a, const void *b) {
-    const st_tensor *x = *(const st_tensor *const *)a, *y = *(const st_tensor *const *)b;
-    return (x > y) - (x < y);
-}
-static inline void weights_unread(const st_file *file, const st_tensor **used, int64_t read, char *text, size_t size) {
-    int64_t i, unread = 0;
-    size_t at = 0;
-    text[0] = 0;
-    qsort(used, (size_t)read, sizeof *used, weights_by_address);
-    for (i = 0; i < file->n; i++) {
-        const st_tensor *t = &file->tensors[i];
-        if (bsearch(&t, used, (size_t)read, sizeof *used, weights_by_address) != NULL) continue;
-        if (++unread > 3) continue;
-        at += (size_t)snprintf(text + at, size - at, "%s%.60s", unread > 1 ? ", " : "", t->name);
-    }
-    if (unread > 3) snprintf(text + at, size - at, " and %lld more", (long long)unread - 3);
-}
-
 /* ==== A tokenizer ================================================================================ */
 
 typedef enum words_kind { WORDS_NONE, WORDS_PIECE, WORDS_BPE, WORDS_UNIGRAM } words_kind;
