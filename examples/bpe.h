@@ -30,7 +30,7 @@ typedef struct bpe {
     int64_t n;                      /* highest token + 1 */
     int32_t end_of_text;            /* "<|endoftext|>", or -1 */
     char *text;                     /* of all tokens, without gaps */
-    bpe_span *tokens; int64_t n_tokens;     /* room for so many */
+    bpe_span *tokens; int64_t n_tokens;     /* the array has n_tokens places */
     int32_t *by_text;               /* hash table of tokens, -1: empty */
     uint64_t n_slots;
     bpe_merge *merges;            /* hash table */

@@ -322,8 +322,8 @@ static inline void nfc_join(nfc_text *t) {
     t->n = used;
 }
 
-/* Characters below U+0300 are in this form, unless one from there on follows.  Other texts are done as a whole, with
-   bytes that are not UTF-8 as numbers of their own above Unicode's. */
+/* Characters below U+0300 are in this form, unless one from there on follows.  Other texts are converted as a
+   whole.  A byte that is not part of valid UTF-8 is kept as a number above all of Unicode's. */
 static inline void nfc_put(json_buffer *out, const char *text, int64_t n) {
     nfc_text t = {NULL, 0, 0, 0};
     int64_t at, length;

@@ -45,7 +45,7 @@ static inline int32_t sample_token(const sampler *s, float *logits, float *scrat
     return (int32_t)at;
 }
 
-/* The same, as a result of its own where there is no such token. */
+/* The same, but an error if there is no such token. */
 static inline amp_result sample_next(const sampler *s, float *logits, float *scratch, int64_t vocab, double u,
                                      int32_t *token) {
     *token = sample_token(s, logits, scratch, vocab, u);
