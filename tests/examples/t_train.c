@@ -551,6 +551,8 @@ TEST(shards) {
         CHECK_MSG(strstr(ex_error(), bad[i].why) != NULL, "%s; expected: %s", ex_error(), bad[i].why);
         ex_text[0] = 0;
     }
+    CHECK(gpt_file_open(&file, ampt_in_folder("missing.safetensors")) == AMP_ERR_OPEN && strstr(ex_error(), "missing.safetensors") != NULL);
+    ex_text[0] = 0;
     for (size_t i = 0; i < 5; i++) remove(ampt_in_folder(made[i]));
     weights_close(&all);
     gpt_destroy(&parts);
