@@ -50,6 +50,7 @@ static void sample(uint64_t seed) {
         CHECK(amp_tape_read(tape, y, logits, seq * VOCAB));
         float *p = logits + (n - 1) * VOCAB, sum = 0, most = p[ex_largest(p, VOCAB)], at;
         for (int64_t i = 0; i < VOCAB; i++) sum += p[i] = expf((p[i] - most) / 0.8f);   /* temperature 0.8 */
+        if (!(sum >= 1)) CHECK(ex_fail(AMP_ERR_RANGE, "the model's output is NaN or infinite"));
         int32_t next = 0;
         for (at = amp_random_uniform(seed, step) * sum; next < VOCAB - 1 && at >= p[next]; next++) at -= p[next];
         putchar(next);
@@ -99,6 +100,7 @@ int main(int argc, char **argv) {
     amp_desc desc = {0};
     amp_choice choice;
     ex_begin();
+    if (argc > 4) return fprintf(stderr, "usage: llama [text or model] [precision] [steps]\n"), 2;
     if (argc > 3 && !ex_integer(argv[3], 1, 1000000000, &steps))
         return fprintf(stderr, "steps: \"%s\" must be a number from 1 to 1000000000\n", argv[3]), 2;
     CHECK(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
