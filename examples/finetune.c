@@ -88,8 +88,8 @@ static void open_model(const char *folder, int32_t classes) {
     check(encoder_create(&model, amp, &config));
     if (folder == NULL) { check(encoder_init(&model, 1)); return; }
     check(encoder_file_load(&file, &model, 1, &fresh));
-    printf("%s: %lld layers, width %lld%s\n", folder, (long long)config.layers, (long long)config.hidden,
-           fresh > 0 ? "; the head is new" : "");
+    printf("%s: %lld layers, width %lld%s%s%s\n", folder, (long long)config.layers, (long long)config.hidden,
+           fresh > 0 ? "; the head is new" : "", *file.described.note ? "; config.json: " : "", file.described.note);
     encoder_file_close(&file);
 }
 

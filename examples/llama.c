@@ -96,6 +96,7 @@ static void train(const char *path, int64_t steps, const amp_choice *choice) {
 
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "amp.h";
+    char note[400] = "";
     int64_t steps = 400;
     amp_desc desc = {0};
     amp_choice choice;
@@ -108,7 +109,8 @@ int main(int argc, char **argv) {
     CHECK(amp_query_choice(amp, &choice));
     CHECK(amp_tape_create(amp, &tape, NULL));
     if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
-    else CHECK(llama_load(&model, amp, path));
+    else CHECK(llama_load(&model, amp, path, note));
+    if (*note != 0) fprintf(stderr, "config.json: %s\n", note);
     if (model.config.vocab == VOCAB) sample(1);
     else printf("%s has %lld tokens, and this program needs a model of bytes\n", path, (long long)model.config.vocab);
     amp_tape_destroy(tape);

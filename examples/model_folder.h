@@ -145,6 +145,56 @@ static inline amp_result weights_open(model_weights *w, const char *path) {
     return result;
 }
 
+/* ---- Tensors that a model has no place for */
+
+/* Marks a tensor of the file as one that the model has.  NULL: none. */
+static inline void weights_mark(const st_file *file, const st_tensor *t, unsigned char *known) {
+    if (t != NULL) known[t - file->tensors] = 1;
+}
+
+/* What a kind of model keeps in its file without learning it: masks, numbers of positions, rotations. */
+static inline int weights_is_buffer(const char *name) {
+    static const char *const ends[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".position_ids",
+                                       ".token_type_ids"};
+    size_t n = strlen(name), i, k;
+    for (i = 0; i < sizeof ends / sizeof *ends; i++) {
+        k = strlen(ends[i]);
+        if (n >= k && strcmp(name + n - k, ends[i]) == 0) return 1;
+    }
+    return 0;
+}
+
+/* 1: the name, without its prefix, begins with one of `parts`, "a. b. c.". */
+static inline int weights_is_part(const char *name, const char *prefix, const char *parts) {
+    size_t n = strlen(prefix);
+    if (strncmp(name, prefix, n) == 0) name += n;
+    while (*parts != 0) {
+        n = strcspn(parts, " ");
+        if (strncmp(name, parts, n) == 0) return 1;
+        parts += n + (parts[n] == ' ');
+    }
+    return 0;
+}
+
+/* Looks at the tensors that are not marked.  One that belongs to `parts`, with or without the prefix, would change what
+   the model computes and is refused; those of other heads are named in the remarks on the config. */
+static inline amp_result weights_rest(const st_file *file, const unsigned char *known, const char *prefix,
+                                      const char *parts, config_model *m) {
+    int64_t i, n = 0;
+    for (i = 0; i < file->n; i++) {
+        const char *name = file->tensors[i].name;
+        if (known[i] || weights_is_buffer(name)) continue;
+        if (weights_is_part(name, prefix, parts))
+            return ex_fail(AMP_ERR_UNSUPPORTED, "%s: the weights have %s, which would change what the model computes, "
+                           "and which this kind of model does not have", m->path, name);
+        if (n < 3) config_note(m, "%s%s", n > 0 ? ", " : *m->note != 0 ? "; does not mention " : "does not mention ",
+                               name);
+        n++;
+    }
+    if (n > 3) config_note(m, " and %lld more of the weights", (long long)n - 3);
+    return AMP_OK;
+}
+
 /* ==== A tokenizer ================================================================================ */
 
 typedef enum words_kind { WORDS_NONE, WORDS_PIECE, WORDS_BPE, WORDS_UNIGRAM } words_kind;
