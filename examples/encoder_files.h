@@ -365,15 +365,40 @@ static inline int encoder_file_lacks(const encoder_file *file, const encoder *e,
                          (i >= head + 2 && file->config.classes != e->config.classes));
 }
 
+/* Names what the file has beside the model's weights, or refuses it.  DeBERTa's files may have a table of positions
+   that it does not add. */
+static inline amp_result encoder_file_rest(encoder_file *file, const encoder *e) {
+    const st_file *tensors = &file->weights.tensors;
+    encoder_family family = e->config.family;
+    unsigned char *known = (unsigned char *)calloc((size_t)tensors->n + 1, 1);
+    encoder_piece piece;
+    int64_t i;
+    int part;
+    amp_result result;
+    if (known == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)tensors->n);
+    for (i = 0; i < e->n_params; i++)
+        for (part = 0; part < encoder_pieces(&e->params[i]); part++) {
+            encoder_piece_get(e, &e->params[i], part, &piece);
+            weights_mark(tensors, encoder_file_find(tensors, family, piece.name), known);
+        }
+    if (family == ENCODER_DEBERTA)
+        weights_mark(tensors, encoder_file_body(file, "embeddings.position_embeddings.weight"), known);
+    result = weights_rest(tensors, known, encoder_kinds[family].prefix, "embeddings. embeddings_project. encoder.",
+                          &file->described);
+    free(known);
+    return result;
+}
+
 /* Loads the weights of a file with the model's shape.  A head that the file lacks, or has for another number of
    classes, is initialised; *fresh: how many of its parameters. */
-static inline amp_result encoder_file_load(const encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
+static inline amp_result encoder_file_load(encoder_file *file, encoder *e, uint64_t seed, int *fresh) {
     float *values = encoder_scratch(e), *scratch = encoder_scratch(e);
     int64_t i;
     amp_result result = values != NULL && scratch != NULL ? AMP_OK : AMP_ERR_MEMORY;
     *fresh = 0;
     for (i = 0; i < e->n_params && result == AMP_OK; i++)
         if (!encoder_file_lacks(file, e, i)) result = encoder_file_check(file, e, i);
+    if (result == AMP_OK) result = encoder_file_rest(file, e);
     for (i = 0; i < e->n_params && result == AMP_OK; i++) {
         int missing = encoder_file_lacks(file, e, i);
         *fresh += missing;

@@ -24,17 +24,22 @@ static void check(amp_result result) {
 typedef struct text { int32_t ids[SEQ], length, label; } text;
 
 static text *read_texts(const char *path, int64_t *n, int32_t *classes) {
-    char *all, *line;
+    char *all, *line, *end, *tab;
     size_t bytes;
+    int64_t number = 1, label = 0;
     text *texts = NULL, *t;
     check(ex_st(st_read_file(path, &all, &bytes)));
-    for (*n = 0, *classes = 2, line = strtok(all, "\n"); line != NULL; line = strtok(NULL, "\n")) {
-        char *tab = strchr(line, '\t');
-        int64_t label = 0;
+    if (strlen(all) != bytes) check(ex_fail(AMP_ERR_FORMAT, "%s: has a byte 0, so it is no text", path));
+    for (*n = 0, *classes = 2, line = all; line < all + bytes; line = end + 1, number++) {
+        end = line + strcspn(line, "\n");
+        *end = 0;
+        if (end > line && end[-1] == '\r') end[-1] = 0;
+        if (*line == 0) continue;
+        tab = strchr(line, '\t');
         if (tab != NULL) *tab = 0;
         if (tab == NULL || !ex_integer(line, 0, CLASSES - 1, &label))
             check(ex_fail(AMP_ERR_FORMAT, "%s: line %lld is not \"number<TAB>text\", number below %d", path,
-                          (long long)*n + 1, CLASSES));
+                          (long long)number, CLASSES));
         texts = (text *)realloc(texts, (size_t)(*n + 1) * sizeof *texts);
         if (texts == NULL) check(ex_fail(AMP_ERR_MEMORY, "%s: no memory", path));
         memset(t = &texts[(*n)++], 0, sizeof *t);
@@ -83,8 +88,8 @@ static void open_model(const char *folder, int32_t classes) {
     check(encoder_create(&model, amp, &config));
     if (folder == NULL) { check(encoder_init(&model, 1)); return; }
     check(encoder_file_load(&file, &model, 1, &fresh));
-    printf("%s: %lld layers, width %lld%s\n", folder, (long long)config.layers, (long long)config.hidden,
-           fresh > 0 ? "; the head is new" : "");
+    printf("%s: %lld layers, width %lld%s%s%s\n", folder, (long long)config.layers, (long long)config.hidden,
+           fresh > 0 ? "; the head is new" : "", *file.described.note ? "; config.json: " : "", file.described.note);
     encoder_file_close(&file);
 }
 
@@ -147,12 +152,9 @@ int main(int argc, char **argv) {
     check(encoder_save_config(&model, "out/finetune/config.json"));
     check(words_save(&tokenizer, "out/finetune/model.safetensors"));
     printf("saved out/finetune: model.safetensors, config.json and the tokenizer\n");
-    amp_optimizer_destroy(optimizer);
-    amp_scaler_destroy(scaler);
-    encoder_destroy(&model);
-    words_close(&tokenizer);
-    free(texts);
-    amp_free(amp, device);
+    amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler);
+    encoder_destroy(&model); words_close(&tokenizer);
+    free(texts); amp_free(amp, device);
     amp_close(amp);
     return 0;
 }

@@ -98,8 +98,10 @@ int main(int argc, char **argv) {
     stored = file.config.activations;
     check(gpt_create(&model, amp, &file.config));
     check(gpt_file_load(&file, &model));
+    if (*file.described.note != 0) fprintf(stderr, "config.json: %s\n", file.described.note);
     if (words_open(&tokenizer, file.weights.path, 0) == AMP_OK) check(words_check(&tokenizer, model.config.vocab));
     else if (model.config.vocab != 256 || strstr(ex_error(), "has no tokenizer") == NULL) check(AMP_ERR_OPEN);
+    ex_text[0] = 0;
 
     tokens = (int32_t *)malloc((strlen(prompt) + WORDS_PARTS + (size_t)wanted) * sizeof *tokens);
     logits = (float *)malloc((size_t)model.config.vocab * 2 * sizeof *logits);

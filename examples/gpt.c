@@ -172,6 +172,7 @@ static void sample(const gpt *g, amp_context *amp, amp_tape *tape) {
         check(amp_tape_read(tape, y, logits, VOCAB));
         for (k = 0; k < VOCAB; k++) if (logits[k] > most) most = logits[k];
         for (k = 0; k < VOCAB; k++) sum += logits[k] = expf((logits[k] - most) / 0.8f);
+        if (!(sum >= 1)) { fprintf(stderr, "the model's output is NaN or infinite\n"); exit(1); }
         at = amp_random_uniform(7, (uint64_t)n) * sum;
         for (k = 0; k < VOCAB - 1 && at >= logits[k]; k++) at -= logits[k];
         text[n] = k;

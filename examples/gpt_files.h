@@ -234,8 +234,24 @@ static inline amp_result gpt_file_check_tied(const gpt_file *file) {
     return ex_fail(AMP_ERR_UNSUPPORTED, "lm_head.weight differs from wte.weight: this model ties them");
 }
 
+/* Names what the file has beside the model's weights, or refuses it. */
+static inline amp_result gpt_file_rest(gpt_file *file, const gpt *g) {
+    const st_file *tensors = &file->weights.tensors;
+    int is_llama = file->config.kv_heads > 0;
+    unsigned char *known = (unsigned char *)calloc((size_t)tensors->n + 1, 1);
+    int64_t i;
+    amp_result result;
+    if (known == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)tensors->n);
+    for (i = 0; i < g->n_params; i++) weights_mark(tensors, gpt_file_find(file, g->params[i].name), known);
+    if (!is_llama) weights_mark(tensors, st_find(tensors, "lm_head.weight"), known);       /* equal to wte */
+    result = weights_rest(tensors, known, is_llama ? "model." : "transformer.",
+                          is_llama ? LLAMA_ROOTS : "h. wte. wpe. ln_f. lm_head.", &file->described);
+    free(known);
+    return result;
+}
+
 /* Loads all weights of a file with the model's shape, or none. */
-static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
+static inline amp_result gpt_file_load(gpt_file *file, gpt *g) {
     int64_t i, count, largest = 0;
     const st_tensor *t;
     float *values, *scratch;
@@ -254,6 +270,7 @@ static inline amp_result gpt_file_load(const gpt_file *file, gpt *g) {
         return ex_fail(AMP_ERR_MISMATCH,
                             "the file's model has other heads, or another activation, epsilon or attention scale");
     for (i = 0; i < g->n_params && file->llmc == 0; i++) EX_TRY(gpt_file_check(file, g, i, &t));
+    if (file->llmc == 0) EX_TRY(gpt_file_rest(file, g));
     for (i = 0; i < g->n_params; i++) if ((count = amp_tensor_count(&g->params[i].weight)) > largest) largest = count;
     values = (float *)malloc((size_t)largest * 2 * sizeof *values);
     if (values == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)largest * 8);

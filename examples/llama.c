@@ -50,6 +50,7 @@ static void sample(uint64_t seed) {
         CHECK(amp_tape_read(tape, y, logits, seq * VOCAB));
         float *p = logits + (n - 1) * VOCAB, sum = 0, most = p[ex_largest(p, VOCAB)], at;
         for (int64_t i = 0; i < VOCAB; i++) sum += p[i] = expf((p[i] - most) / 0.8f);   /* temperature 0.8 */
+        if (!(sum >= 1)) CHECK(ex_fail(AMP_ERR_RANGE, "the model's output is NaN or infinite"));
         int32_t next = 0;
         for (at = amp_random_uniform(seed, step) * sum; next < VOCAB - 1 && at >= p[next]; next++) at -= p[next];
         putchar(next);
@@ -95,10 +96,12 @@ static void train(const char *path, int64_t steps, const amp_choice *choice) {
 
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "amp.h";
+    char note[400] = "";
     int64_t steps = 400;
     amp_desc desc = {0};
     amp_choice choice;
     ex_begin();
+    if (argc > 4) return fprintf(stderr, "usage: llama [text or model] [precision] [steps]\n"), 2;
     if (argc > 3 && !ex_integer(argv[3], 1, 1000000000, &steps))
         return fprintf(stderr, "steps: \"%s\" must be a number from 1 to 1000000000\n", argv[3]), 2;
     CHECK(amp_dtype_parse(argc > 2 ? argv[2] : "auto", &desc.dtype));
@@ -106,7 +109,8 @@ int main(int argc, char **argv) {
     CHECK(amp_query_choice(amp, &choice));
     CHECK(amp_tape_create(amp, &tape, NULL));
     if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
-    else CHECK(llama_load(&model, amp, path));
+    else CHECK(llama_load(&model, amp, path, note));
+    if (*note != 0) fprintf(stderr, "config.json: %s\n", note);
     if (model.config.vocab == VOCAB) sample(1);
     else printf("%s has %lld tokens, and this program needs a model of bytes\n", path, (long long)model.config.vocab);
     amp_tape_destroy(tape);

@@ -54,8 +54,23 @@ static inline amp_result llama_open_config(config_model *m, const st_file *tenso
     return llama_read_config(m, c);
 }
 
-/* Makes the model that a file holds, with its weights. */
-static inline amp_result llama_load(llama *m, amp_context *amp, const char *path) {
+/* How the names of a Llama's tensors begin, without "model.". */
+#define LLAMA_ROOTS "layers. embed_tokens. norm. lm_head."
+
+/* Names what the file has beside the model's weights, or refuses it. */
+static inline amp_result llama_rest(const st_file *tensors, const llama *m, config_model *described) {
+    unsigned char *known = (unsigned char *)calloc((size_t)tensors->n + 1, 1);
+    int64_t i;
+    amp_result result;
+    if (known == NULL) return ex_fail(AMP_ERR_MEMORY, "%lld bytes", (long long)tensors->n);
+    for (i = 0; i < m->n_params; i++) weights_mark(tensors, st_find(tensors, m->params[i].name), known);
+    result = weights_rest(tensors, known, "model.", LLAMA_ROOTS, described);
+    free(known);
+    return result;
+}
+
+/* Makes the model that a file holds, with its weights.  note: remarks for the user, or ""; NULL: not wanted. */
+static inline amp_result llama_load(llama *m, amp_context *amp, const char *path, char note[400]) {
     config_model described = {"", NULL, 0, 0, ""};
     llama_config config;
     model_weights file;
@@ -64,7 +79,9 @@ static inline amp_result llama_load(llama *m, amp_context *amp, const char *path
     EX_TRY(weights_open(&file, path));
     result = llama_open_config(&described, &file.tensors, file.path, &config);
     if (result == AMP_OK) result = llama_create(m, amp, config, 0);
+    if (result == AMP_OK) result = llama_rest(&file.tensors, m, &described);
     if (result == AMP_OK) result = model_load_params(&file.tensors, amp, m->params, m->n_params);
+    if (note != NULL) memcpy(note, described.note, sizeof described.note);
     if (result != AMP_OK) llama_free(m);
     config_close(&described);
     weights_close(&file);

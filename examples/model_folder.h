@@ -105,16 +105,16 @@ static inline amp_result weights_of_index(model_weights *w, const char *path, co
 
 static inline amp_result weights_open_files(model_weights *w, const char *path) {
     char index[PATH_MAX];
-    const char *slash;
+    const char *slash = strrchr(w->path, '/'), *name = slash != NULL ? slash + 1 : w->path;
+    int missing = access(w->path, R_OK) != 0 && strcmp(name, "model.safetensors") == 0;
     void *text;
     size_t bytes;
     amp_result result;
-    if (access(w->path, R_OK) == 0 || !folder_has(w->path, "model.safetensors.index.json", index)) {
-        if (access(w->path, R_OK) != 0 && folder_has(w->path, "pytorch_model.bin", index))
+    if (!missing || !folder_has(w->path, "model.safetensors.index.json", index)) {
+        if (missing && folder_has(w->path, "pytorch_model.bin", index))
             return ex_fail(AMP_ERR_OPEN, "%s: has pytorch_model.bin, which is not read: save the model as safetensors",
                            path);
-        slash = strrchr(w->path, '/');
-        return weights_add(w, slash != NULL ? slash + 1 : w->path);
+        return weights_add(w, name);
     }
     EX_TRY(amp_file_read_all(NULL, index, &text, &bytes));
     result = weights_of_index(w, index, (const char *)text, bytes);
@@ -143,6 +143,56 @@ static inline amp_result weights_open(model_weights *w, const char *path) {
     result = weights_open_files(w, path);
     if (result != AMP_OK) weights_close(w);
     return result;
+}
+
+/* ---- Tensors that a model has no place for */
+
+/* Marks a tensor of the file as one that the model has.  NULL: none. */
+static inline void weights_mark(const st_file *file, const st_tensor *t, unsigned char *known) {
+    if (t != NULL) known[t - file->tensors] = 1;
+}
+
+/* What a kind of model keeps in its file without learning it: masks, numbers of positions, rotations. */
+static inline int weights_is_buffer(const char *name) {
+    static const char *const ends[] = {".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq", ".position_ids",
+                                       ".token_type_ids"};
+    size_t n = strlen(name), i, k;
+    for (i = 0; i < sizeof ends / sizeof *ends; i++) {
+        k = strlen(ends[i]);
+        if (n >= k && strcmp(name + n - k, ends[i]) == 0) return 1;
+    }
+    return 0;
+}
+
+/* 1: the name, without its prefix, begins with one of `parts`, "a. b. c.". */
+static inline int weights_is_part(const char *name, const char *prefix, const char *parts) {
+    size_t n = strlen(prefix);
+    if (strncmp(name, prefix, n) == 0) name += n;
+    while (*parts != 0) {
+        n = strcspn(parts, " ");
+        if (strncmp(name, parts, n) == 0) return 1;
+        parts += n + (parts[n] == ' ');
+    }
+    return 0;
+}
+
+/* Looks at the tensors that are not marked.  One that belongs to `parts`, with or without the prefix, would change what
+   the model computes and is refused; those of other heads are named in the remarks on the config. */
+static inline amp_result weights_rest(const st_file *file, const unsigned char *known, const char *prefix,
+                                      const char *parts, config_model *m) {
+    int64_t i, n = 0;
+    for (i = 0; i < file->n; i++) {
+        const char *name = file->tensors[i].name;
+        if (known[i] || weights_is_buffer(name)) continue;
+        if (weights_is_part(name, prefix, parts))
+            return ex_fail(AMP_ERR_UNSUPPORTED, "%s: the weights have %s, which would change what the model computes, "
+                           "and which this kind of model does not have", m->path, name);
+        if (n < 3) config_note(m, "%s%s", n > 0 ? ", " : *m->note != 0 ? "; does not mention " : "does not mention ",
+                               name);
+        n++;
+    }
+    if (n > 3) config_note(m, " and %lld more of the weights", (long long)n - 3);
+    return AMP_OK;
 }
 
 /* ==== A tokenizer ================================================================================ */
@@ -577,6 +627,7 @@ static inline const char *words_text(const words_model *w, int64_t token, char t
             return w->added[i].special ? NULL : w->added[i].text;
         }
     if (w->kind == WORDS_PIECE) {
+        if (token >= w->piece.n) return NULL;           /* a number between those of added tokens */
         *length = w->piece.tokens[token].length;
         return w->piece.text + w->piece.tokens[token].at;
     }
@@ -594,7 +645,7 @@ static inline const char *words_text(const words_model *w, int64_t token, char t
 
 /* Keys that change no token: where a token came from in the text, what is done after encoding by another program, or
    how text is put together again. */
-static const char words_ignored[] = "version truncation padding decoder trim_offsets dropout fuse_unk str_rep type";
+static const char words_ignored[] = "version truncation padding decoder trim_offsets fuse_unk str_rep type";
 
 static inline amp_result words_refuse(const words_model *w, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
@@ -625,6 +676,13 @@ static inline const char *words_member(json j, const char *key, char *text, size
     text[0] = 0;
     if (!json_value(j, key, &value) || *value.at == 'n' || !json_text(value, text, size)) text[0] = 0;
     return text;
+}
+/* The same into a step's short text, which must hold all of it. */
+static inline amp_result words_short(const words_model *w, json j, const char *key, char text[16]) {
+    json value;
+    text[0] = 0;
+    if (!json_value(j, key, &value) || *value.at == 'n' || json_text(value, text, 16)) return AMP_OK;
+    return words_refuse(w, "%s: a text of more than 15 bytes, or with a zero, is not supported", key);
 }
 static inline int words_is(json j, const char *key, const char *wanted) {
     char text[512];
@@ -669,6 +727,7 @@ static inline amp_result words_charsmap(words_model *w, json part) {
     int n = 0;
     const char *digit;
     unsigned char *map;
+    if (w->charsmap != NULL) return words_refuse(w, "two maps of characters are not supported");
     if (!json_value(part, "precompiled_charsmap", &value) || *value.at != '"')
         return words_refuse(w, "the Precompiled normalizer has no precompiled_charsmap");
     room = (size_t)(value.end - value.at);
@@ -699,8 +758,9 @@ static inline amp_result words_replacement(words_model *w, json part) {
     size_t i;
     if (!json_value(part, "pattern", &pattern)) return words_refuse(w, "a Replace has no pattern");
     EX_TRY(words_step_new(w, STEP_REPLACE, &s));
-    words_member(part, "content", s->b, sizeof s->b);
-    if (*words_member(pattern, "String", s->a, sizeof s->a) != 0) return AMP_OK;
+    EX_TRY(words_short(w, part, "content", s->b));
+    EX_TRY(words_short(w, pattern, "String", s->a));
+    if (*s->a != 0) return AMP_OK;
     words_member(pattern, "Regex", regex, sizeof regex);
     for (i = 0; i < 2 && strcmp(regex, known[i].regex) != 0; i++) {}
     if (i == 2) return words_refuse(w, "the Replace of the pattern \"%s\" is not supported", regex);
@@ -716,6 +776,7 @@ static inline amp_result words_bert(words_model *w, json part) {
     if (!words_is(part, "clean_text", "true") || !words_is(part, "handle_chinese_chars", "true"))
         return words_refuse(w, "clean_text or handle_chinese_chars = false is not supported");
     if (words_is(part, "strip_accents", "")) strip = lower;
+    if (w->piece.cased >= 0) return words_refuse(w, "two BertNormalizers are not supported");
     if (strip != lower)
         return words_refuse(w, "lowercase = %s with strip_accents = %s is not supported", lower ? "true" : "false",
                             strip ? "true" : "false");
@@ -748,8 +809,7 @@ static inline amp_result words_normalizer(words_model *w, json part) {
     if (strcmp(type, "Prepend") == 0) {
         EX_TRY(words_keys(w, part, "the Prepend normalizer", "prepend"));
         EX_TRY(words_step_new(w, STEP_PREPEND, &s));
-        words_member(part, "prepend", s->a, sizeof s->a);
-        return AMP_OK;
+        return words_short(w, part, "prepend", s->a);
     }
     if (strcmp(type, "NFC") != 0) return words_refuse(w, "the normalizer %s is not supported", type);
     return words_step_new(w, STEP_NFC, &s);
@@ -798,7 +858,7 @@ static inline amp_result words_pre(words_model *w, json part) {
     if (strcmp(type, "Metaspace") != 0) return words_refuse(w, "the pre-tokenizer %s is not supported", type);
     EX_TRY(words_keys(w, part, "the Metaspace pre-tokenizer", "replacement prepend_scheme split add_prefix_space"));
     EX_TRY(words_step_new(w, STEP_META, &s));
-    words_member(part, "replacement", s->a, sizeof s->a);
+    EX_TRY(words_short(w, part, "replacement", s->a));
     words_member(part, "prepend_scheme", scheme, sizeof scheme);
     if (*scheme == 0) strcpy(scheme, words_is(part, "add_prefix_space", "false") ? "never" : "always");
     s->left = strcmp(scheme, "always") == 0 ? 1 : strcmp(scheme, "first") == 0 ? 2 : 0;
@@ -837,7 +897,7 @@ static inline amp_result words_row_special(words_model *w, json all, const char 
 static inline amp_result words_row(words_model *w, json part, const char *key, words_part *row, int *n) {
     json list, all, one, inside;
     char name[128], type[8];
-    int more;
+    int more, i;
     *n = 0;
     if (!json_value(part, key, &list) || !json_take(&list, '[') || !json_value(part, "special_tokens", &all))
         return words_refuse(w, "the template has no \"%s\"", key);
@@ -853,7 +913,8 @@ static inline amp_result words_row(words_model *w, json part, const char *key, w
             EX_TRY(words_row_add(w, row, n, words_is(inside, "id", "A") ? -1 : -2, atoi(type)));
         } else return words_refuse(w, "a template has a part that is no token and no sequence");
     }
-    return AMP_OK;
+    for (i = 0, more = 0; i < *n; i++) more |= row[i].token < 0 ? -row[i].token : 0;
+    return more == (row == w->pair ? 3 : 1) ? AMP_OK : words_refuse(w, "the template \"%s\" lacks its text", key);
 }
 
 /* [CLS] A [SEP], and [CLS] A [SEP] B [SEP]; roberta: A and B have two tokens between them, and the same type. */
@@ -938,6 +999,7 @@ static inline amp_result words_piece(words_model *w, json model) {
     if (vocab.bad || b.used == 0)
         return words_refuse(w, "the vocabulary must give the numbers from 0 on to texts of one line, each once");
     EX_TRY(ex_st(wordpiece_parse(&w->piece, w->path)));
+    w->piece.cased = -1;            /* until a normalizer says it */
     w->n = w->piece.n;
     return AMP_OK;
 }
@@ -946,7 +1008,9 @@ static inline amp_result words_pairs(words_model *w, json model) {
     json vocab, merges;
     char text[16];
     EX_TRY(words_keys(w, model, "the BPE", "vocab merges unk_token continuing_subword_prefix end_of_word_suffix "
-                                           "byte_fallback ignore_merges"));
+                                           "byte_fallback ignore_merges dropout"));
+    if (!words_is(model, "dropout", "") && !words_is(model, "dropout", "0.0"))
+        return words_refuse(w, "a BPE with dropout, whose tokens are random, is not supported");
     if (*words_member(model, "continuing_subword_prefix", text, sizeof text) != 0 ||
         *words_member(model, "end_of_word_suffix", text, sizeof text) != 0)
         return words_refuse(w, "a BPE with continuing_subword_prefix or end_of_word_suffix is not supported");
@@ -1098,6 +1162,8 @@ static inline amp_result words_of_json(words_model *w, json all) {
     if (!json_value(all, "model", &part)) return words_refuse(w, "there is no model");
     EX_TRY(words_read_model(w, part));
     if (json_value(all, "normalizer", &part)) EX_TRY(words_sequence(w, part, "normalizers", words_normalizer));
+    if (w->kind == WORDS_PIECE && w->piece.cased < 0)
+        return words_refuse(w, "WordPiece without a BertNormalizer is not supported");
     w->first_cut = w->n_steps;
     if (!json_value(all, "pre_tokenizer", &part) || *part.at == 'n') {
         if (w->kind == WORDS_PIECE) return words_refuse(w, "WordPiece without a pre-tokenizer is not supported");
@@ -1294,7 +1360,12 @@ static inline amp_result words_bytes(words_model *w, int marks) {
     if (result != AMP_OK) words_close(w);
     return result;
 }
-static inline int words_are_bytes(const words_model *w) { return w->kind == WORDS_BPE && w->pairs.n == 256; }
+/* 1: a token is the byte of its number. */
+static inline int words_are_bytes(const words_model *w) {
+    int byte = w->kind == WORDS_BPE && w->n == 256 ? 0 : 257;
+    while (byte < 256 && w->pairs.byte_token[byte] == byte) byte++;
+    return byte == 256;
+}
 
 /* Refuses a tokenizer with tokens that a model of `vocab` tokens does not have. */
 static inline amp_result words_check(const words_model *w, int64_t vocab) {

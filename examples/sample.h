@@ -140,6 +140,7 @@ static inline amp_result sample_prompt(words_model *t, int64_t vocab, const char
     }
     *n = words_encode(t, text, bytes, NULL, 0, bytes + WORDS_PARTS, tokens, NULL);
     if (*n == 0) return ex_fail(AMP_ERR_RANGE, "the prompt has no tokens");
+    if (*n == bytes + WORDS_PARTS) return ex_fail(AMP_ERR_RANGE, "the prompt has more tokens than bytes");
     return *n > 0 ? AMP_OK : AMP_ERR_MEMORY;
 }
 

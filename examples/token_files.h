@@ -28,6 +28,7 @@ static inline amp_result token_files_add(words_model *t, const char *path, unsig
             json_put(out, four, width);
         }
         if (n < 0) result = AMP_ERR_MEMORY;
+        else if (n == room - 1) result = ex_fail(AMP_ERR_SIZE, "%s: has more than three tokens a byte", path);
         else if (out->failed) result = ex_fail(AMP_ERR_MEMORY, "%s: no memory for its tokens", path);
     }
     free(ids);

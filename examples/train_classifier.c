@@ -603,7 +603,6 @@ static amp_result shape_from_file(run *r, encoder_config *c) {
                            (long long)(c->positions - encoder_kinds[c->family].first));
     EX_TRY(check_shape(set, c));
     EX_TRY(adopt_labels(r));
-    snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     /* its head knows more labels */
     if (r->labels.n == 0 && set->classes == 0 && c->classes > r->classes) r->classes = c->classes;
     return AMP_OK;
@@ -638,6 +637,7 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
     if (*set->init == 0) result = encoder_init(&r->model, (uint64_t)set->seed);
     else {
         result = encoder_file_load(&r->file, &r->model, (uint64_t)set->seed, &r->fresh);
+        memcpy(r->described, r->file.described.note, sizeof r->described);
         encoder_file_close(&r->file);
         if (result != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
     }

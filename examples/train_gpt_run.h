@@ -145,6 +145,7 @@ static amp_result find_tokenizer(run *r) {
         if (words_open(&r->tokenizer, path, 0) == AMP_OK) return AMP_OK;
         if (strstr(ex_error(), "has no tokenizer") == NULL)
             return flag_refuse(i ? "init" : "resume", "%s", ex_because(why));
+        ex_text[0] = 0;             /* it may come without one */
     }
     if (*set->init != 0 || (set->vocab != 0 && set->vocab != 256)) return AMP_OK;
     return r->info.format == AMP_TOKENS_BYTES ? words_bytes(&r->tokenizer, 0) : AMP_OK;
@@ -318,7 +319,6 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     } else if (from_file) {
         if (gpt_file_open(&r->file, set->init) != AMP_OK) return flag_refuse("init", "%s", ex_because(why));
         config = r->file.config;
-        snprintf(r->described, sizeof r->described, "%s", r->file.described.note);
     } else EX_TRY(shape_from_flags(r, &config));
     if (result == AMP_OK && (resumed != NULL || from_file)) result = check_shape(set, &config);
     if (result == AMP_OK && config.kv_heads > 0) result = check_llama(set);
@@ -351,6 +351,7 @@ static amp_result open_weights(run *r, const amp_state *resumed) {
     if (resumed != NULL) return model_load_state(r->amp, r->model.params, r->model.n_params, resumed);
     if (*r->set.init == 0) return gpt_init(&r->model, (uint64_t)r->set.seed);
     result = gpt_file_load(&r->file, &r->model);
+    memcpy(r->described, r->file.described.note, sizeof r->described);
     gpt_file_close(&r->file);
     return result;
 }

@@ -51,6 +51,32 @@ static void ampt_forget_origin(void) {
     amp_file_free(NULL, data, bytes);
 }
 
+/* Writes the tensors of one file and, of three numbers each, those of `more`, "a b c", as model.safetensors. */
+static __attribute__((unused)) void ampt_add_tensors(const char *from, const char *more) {
+    static const float numbers[3] = {1, 2, 3};
+    const int64_t three = 3;
+    char names[400], *name;
+    model_weights all;
+    st_writer w;
+    memset(&w, 0, sizeof w);
+    CHECK_OK(weights_open(&all, from));
+    for (int64_t i = 0; i < all.tensors.n; i++) st_write_tensor(&w, all.tensors.tensors[i].name, all.tensors.tensors[i].ndim, all.tensors.tensors[i].shape);
+    snprintf(names, sizeof names, "%s", more);
+    for (name = strtok(names, " "); name != NULL; name = strtok(NULL, " ")) st_write_tensor(&w, name, 1, &three);
+    CHECK_OK(st_write_begin(&w));
+    for (int64_t i = 0; i < all.tensors.n; i++) {
+        float *values = (float *)malloc((size_t)all.tensors.tensors[i].count * sizeof *values + 1);
+        CHECK_OK(st_floats(&all.tensors.tensors[i], values));
+        st_write_floats(&w, values, all.tensors.tensors[i].count);
+        free(values);
+    }
+    snprintf(names, sizeof names, "%s", more);
+    for (name = strtok(names, " "); name != NULL; name = strtok(NULL, " ")) st_write_floats(&w, numbers, 3);
+    CHECK_OK(st_write_file(&w, ampt_in_folder("model.safetensors")));
+    st_write_close(&w);
+    weights_close(&all);
+}
+
 /* 1: both are the same JSON, apart from blanks. */
 static int ampt_same_value(json a, json b) {
     for (;; a.at++, b.at++) {

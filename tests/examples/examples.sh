@@ -546,6 +546,11 @@ awk 'BEGIN {srand(1); split("good moving clever superb funny", g, " "); split("d
 if (build=$PWD/build; cd "$work" && "$build/finetune" texts.tsv > tune.log 2>&1 && mv out/finetune bert && "$build/finetune" texts.tsv bert > again.log 2>&1) &&
     awk '/^epoch 3/ {exit !($NF + 0 > 90)}' "$work/tune.log" && awk '/^epoch 1/ {exit !($NF + 0 > 90)}' "$work/again.log"; then pass
 else fail finetune "$(tail -n 2 "$work/tune.log" "$work/again.log")"; fi
+# Lines are numbered as an editor numbers them, and a text is never cut in silence.
+printf '1\tgood\r\n\nx\tbad\n' > "$work/odd.tsv"
+printf '1\tgood\n\0001\tbad\n' > "$work/zero.tsv"
+said=$(build/finetune "$work/odd.tsv" 2>&1; build/finetune "$work/zero.tsv" 2>&1)
+case $said in *"odd.tsv: line 3 is not"*"zero.tsv: has a byte 0"*) pass;; *) fail "finetune, bad lines" "$said";; esac
 # Two ranks that combine every 4 steps go on from step 6 as if they had not stopped, each from its own state; one alone
 # does from step 4, where both are alike, and from step 6 is refused.
 head -c 100000 amp.h > "$work/rank_text"

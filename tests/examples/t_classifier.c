@@ -517,7 +517,7 @@ TEST(masters_begin_as_fp32) {
         r[way].set.layers = r[way].set.heads = 1; r[way].set.hidden = 8; r[way].set.seq = 16; r[way].set.training.amp.threads = 1;
         r[way].set.seed = 3 + way / 2; r[way].set.accumulation = 1;
         r[way].set.training.amp.dtype = AMP_BF16; r[way].set.training.amp.level = way ? AMP_LEVEL_O2 : AMP_LEVEL_O1; r[way].set.training.save = r[way].set.training.metrics = "none";
-        if (way == 2) { r[way].set.init = path; r[way].set.lr = 0.01; }
+        if (way == 2) { r[way].set.init = path; r[way].set.vocab = "bytes"; r[way].set.lr = 0.01; }
         CHECK_OK(open_context(&r[way]));
         CHECK_OK(open_files(&r[way]));
         CHECK_OK(open_run(&r[way], NULL));
@@ -838,6 +838,44 @@ TEST(encoder_configs_are_refused_by_key_and_value) {
     ex_text[0] = 0;
 }
 
+/* Other heads' tensors are named, parts of the body that this kind does not have are refused. */
+TEST(tensors_without_a_place) {
+    static const struct { int family; const char *more, *refused, *note; } cases[] = {
+        {ENCODER_BERT, "bert.embeddings.position_ids cls.predictions.bias", NULL, "does not mention cls.predictions.bias"},
+        {ENCODER_BERT, "encoder.layer.0.attention.self.distance_embedding.weight", "distance_embedding", NULL},
+        {ENCODER_ROBERTA, "roberta.pooler.dense.bias lm_head.bias a b c", NULL, "does not mention a, b, c and 2 more of the weights"},
+        {ENCODER_DEBERTA, "deberta.embeddings.position_embeddings.weight", NULL, ""},
+        {ENCODER_DEBERTA, "deberta.encoder.conv.conv.bias", "deberta.encoder.conv.conv.bias", NULL},
+        {ENCODER_ELECTRA, "discriminator_predictions.dense.bias", NULL, "does not mention discriminator_predictions.dense.bias"},
+        {ENCODER_LONGFORMER, "longformer.encoder.layer.7.output.dense.bias", "longformer.encoder.layer.7", NULL}};
+    amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        encoder_config config = config_of((encoder_family)cases[i].family, 1);
+        encoder_file file;
+        encoder e;
+        int fresh = 0;
+        CHECK_OK(encoder_create(&e, amp, &config));
+        fill(&e, 3);
+        CHECK_OK(encoder_save(&e, ampt_in_folder("model2.safetensors")));
+        CHECK_OK(encoder_save_config(&e, ampt_in_folder("config.json")));
+        ampt_add_tensors(ampt_in_folder("model2.safetensors"), cases[i].more);
+        CHECK_OK(encoder_file_open(&file, ampt_in_folder("")));
+        if (cases[i].refused != NULL) {
+            CHECK_ERR(encoder_file_load(&file, &e, 1, &fresh), AMP_ERR_UNSUPPORTED);
+            CHECK_MSG(strstr(ex_error(), cases[i].refused) != NULL, "%s", ex_error());
+        } else {
+            CHECK_OK(encoder_file_load(&file, &e, 1, &fresh));
+            CHECK_MSG(strcmp(file.described.note, cases[i].note) == 0, "%s", file.described.note);
+        }
+        encoder_file_close(&file);
+        encoder_destroy(&e);
+    }
+    remove(ampt_in_folder("model2.safetensors"));
+    ampt_folder_remove();
+    amp_close(amp);
+    ex_text[0] = 0;
+}
+
 /* A head for another number of classes is made anew, and counted; a body that does not fit is an error by name. */
 TEST(heads_of_other_sizes) {
     amp_context *amp = open_test(AMP_F32, AMP_POLICY_DEFAULT, AMP_CPU_DEFAULT);
@@ -1063,6 +1101,7 @@ int main(int argc, char **argv) {
     RUN(files_come_back);
     RUN(encoder_configs);
     RUN(encoder_configs_are_refused_by_key_and_value);
+    RUN(tensors_without_a_place);
     RUN(heads_of_other_sizes);
     RUN(damaged_model_files);
     RUN(bad_shapes_are_refused);

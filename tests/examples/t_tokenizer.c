@@ -290,6 +290,22 @@ TEST(rows_are_cut) {
     words_close(&w);
 }
 
+/* The golden tokenizer `name` with `was` replaced, as tokenizer.json. */
+static const char *changed(const char *name, const char *was, const char *is) {
+    const char *path = scratch("tokenizer.json");
+    char from[256], *text = NULL, *at;
+    size_t bytes = 0;
+    json_buffer b = {NULL, 0, 0, 0};
+    snprintf(from, sizeof from, AMPT_GOLDEN "/tokenizers/%s.json", name);
+    CHECK_OK(st_read_file(from, &text, &bytes));
+    at = strstr(text, was);
+    CHECK_MSG(at != NULL, "%s has no %s", name, was);
+    if (at != NULL) json_add(&b, "%.*s%s%s", (int)(at - text), text, is, at + strlen(was));
+    write_text(path, b.text, b.used);
+    free(b.text); free(text);
+    return path;
+}
+
 /* What would change tokens is refused by its name. */
 TEST(unknown_tokenizers_are_refused) {
     static const struct { const char *file, *was, *is, *why; } cases[] = {
@@ -316,25 +332,54 @@ TEST(unknown_tokenizers_are_refused) {
         {"xlmr", "\"unk_id\":3", "\"unk_id\":400000", "no unk_id"},
         {"deberta", "\\\\s{2,}|", "\\\\s{3,}|", "the Replace of the pattern"},
         {"mapped", "\"precompiled_charsmap\":\"", "\"precompiled_charsmap\":\"////", "map of characters is damaged"},
-        {"llama", "<0x41>", "<0x4G>", "no token for byte 65"}};
-    const char *path = scratch("tokenizer.json");
+        {"llama", "<0x41>", "<0x4G>", "no token for byte 65"},
+        {"bert", "\"normalizer\":{\"type\":\"BertNormalizer\"", "\"normalizer\":null,\"decoder\":{\"type\":\"BertNormalizer\"",
+         "WordPiece without a BertNormalizer"},
+        {"bert", "{\"Sequence\":{\"id\":\"A\"", "{\"Sequence\":{\"id\":\"B\"", "the template \"single\" lacks its text"},
+        {"roberta", "\"dropout\":null", "\"dropout\":0.1", "a BPE with dropout"},
+        {"deberta", "\"content\":\" \"", "\"content\":\"0123456789abcdef\"", "content: a text of more than 15 bytes"}};
     words_model w;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char from[256], *text = NULL, *at;
-        size_t bytes = 0;
-        json_buffer b = {NULL, 0, 0, 0};
-        snprintf(from, sizeof from, AMPT_GOLDEN "/tokenizers/%s.json", cases[i].file);
-        CHECK_OK(st_read_file(from, &text, &bytes));
-        at = strstr(text, cases[i].was);
-        CHECK_MSG(at != NULL, "%s has no %s", cases[i].file, cases[i].was);
-        if (at == NULL) { free(text); continue; }
-        json_add(&b, "%.*s%s%s", (int)(at - text), text, cases[i].is, at + strlen(cases[i].was));
-        write_text(path, b.text, b.used);
+        const char *path = changed(cases[i].file, cases[i].was, cases[i].is);
         CHECK_MSG(words_open_file(&w, path, NULL, 0) != AMP_OK, "accepted: %s", cases[i].why);
         CHECK_MSG(strstr(ex_error(), cases[i].why) != NULL && strstr(ex_error(), path) != NULL, "%s; expected: %s", ex_error(), cases[i].why);
         CHECK(w.n_files == 0 && w.added == NULL);
-        free(b.text); free(text);
+        remove(path);
     }
+    ex_text[0] = 0;
+}
+
+/* A number between those of the vocabulary and of added tokens has no text. */
+TEST(numbers_without_a_token) {
+    words_model w;
+    char room[8];
+    int64_t length = 1;
+    const char *path = changed("bert", "\"id\":4,\"content\":\"[MASK]\"", "\"id\":40000,\"content\":\"[MASK]\"");
+    CHECK_OK(words_open_file(&w, path, NULL, 0));
+    CHECK_EQ(w.n, 40001);
+    CHECK(words_text(&w, 39999, room, &length) == NULL && length == 0);
+    words_close(&w);
+    remove(path);
+}
+
+/* Only a vocabulary whose numbers are the bytes' counts as bytes. */
+TEST(other_orders_are_no_bytes) {
+    const char *path = scratch("tokenizer.json");
+    words_model w;
+    char *a;
+    CHECK_OK(words_bytes(&w, 0));
+    CHECK(words_are_bytes(&w));
+    a = strstr(w.files[0].text, "\"a\": 97, \"b\": 98");
+    CHECK(a != NULL);
+    if (a != NULL) { a[1] = 'b'; a[10] = 'a'; }
+    write_text(path, w.files[0].text, w.files[0].bytes);
+    words_close(&w);
+    CHECK_OK(words_open_file(&w, path, NULL, 0));
+    CHECK(w.n == 256 && !words_are_bytes(&w));
+    words_close(&w);
+    CHECK(words_open_file(&w, changed("mapped", "{\"type\":\"Precompiled\"", "{\"type\":\"Precompiled\",\"precompiled_charsmap\":\"AAAAAA==\"},"
+                                      "{\"type\":\"Precompiled\""), NULL, 0) != AMP_OK);
+    CHECK_MSG(strstr(ex_error(), "two maps of characters") != NULL, "%s", ex_error());
     remove(path);
     ex_text[0] = 0;
 }
@@ -350,5 +395,7 @@ int main(int argc, char **argv) {
     RUN(same_tokens_as_a_folder);
     RUN(rows_are_cut);
     RUN(unknown_tokenizers_are_refused);
+    RUN(numbers_without_a_token);
+    RUN(other_orders_are_no_bytes);
     return TEST_END();
 }

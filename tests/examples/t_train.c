@@ -545,12 +545,15 @@ TEST(shards) {
     CHECK_OK(gpt_file_load(&file, &parts));
     CHECK(same_weights(&whole, &parts));
     gpt_file_close(&file);
+    ex_text[0] = 0;
     for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
         write_index(&all.tensors, bad[i].second, bad[i].extra);
         CHECK_MSG(gpt_file_open(&file, ampt_in_folder("")) != AMP_OK, "accepted: %s", bad[i].why);
         CHECK_MSG(strstr(ex_error(), bad[i].why) != NULL, "%s; expected: %s", ex_error(), bad[i].why);
         ex_text[0] = 0;
     }
+    CHECK(gpt_file_open(&file, ampt_in_folder("missing.safetensors")) == AMP_ERR_OPEN && strstr(ex_error(), "missing.safetensors") != NULL);
+    ex_text[0] = 0;
     for (size_t i = 0; i < 5; i++) remove(ampt_in_folder(made[i]));
     weights_close(&all);
     gpt_destroy(&parts);
@@ -566,6 +569,74 @@ static void refused_gpt(const char *why) {
 }
 
 /* What is known is read, what is not is kept; the weights are fp32 from now on. */
+/* Tensors that would change the logits are refused, masks and their like are not mentioned, those of other heads are. */
+TEST(tensors_without_a_place) {
+    static const struct { const char *more, *refused, *note; } cases[] = {
+        {"transformer.h.0.attn.bias transformer.h.1.attn.masked_bias", NULL, ""},
+        {"h.1.attn.bias score.weight", NULL, "does not mention score.weight"},
+        {"a b c d e", NULL, "does not mention a, b, c and 2 more of the weights"},
+        {"lm_head.bias", "lm_head.bias", NULL}, {"transformer.h.0.crossattention.c_attn.bias", "transformer.h.0.crossattention.c_attn.bias", NULL},
+        {"h.0.attn.q_norm.weight", "h.0.attn.q_norm.weight", NULL}};
+    amp_context *amp = open_fp32();
+    gpt_config c = odd_config();
+    gpt g;
+    gpt_file file;
+    CHECK_OK(gpt_create(&g, amp, &c));
+    CHECK_OK(gpt_init(&g, 5));
+    CHECK_OK(gpt_save_safetensors(&g, ampt_in_folder("model2.safetensors"), 0));
+    CHECK_OK(gpt_save_config(&g, ampt_in_folder("config.json")));
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        ampt_add_tensors(ampt_in_folder("model2.safetensors"), cases[i].more);
+        CHECK_OK(gpt_file_open(&file, ampt_in_folder("")));
+        if (cases[i].refused != NULL) {
+            CHECK_ERR(gpt_file_load(&file, &g), AMP_ERR_UNSUPPORTED);
+            CHECK_MSG(strstr(ex_error(), cases[i].refused) != NULL, "%s", ex_error());
+        } else {
+            CHECK_OK(gpt_file_load(&file, &g));
+            CHECK_MSG(strcmp(file.described.note, cases[i].note) == 0, "%s", file.described.note);
+        }
+        gpt_file_close(&file);
+    }
+    gpt_destroy(&g);
+    remove(ampt_in_folder("model2.safetensors"));
+    ampt_folder_remove();
+    amp_close(amp);
+    ex_text[0] = 0;
+}
+
+/* The same of a Llama, as generate.c's and llama.c's kinds of loading see it. */
+TEST(tensors_without_a_place_in_a_llama) {
+    static const char *const refused[] = {"model.layers.0.self_attn.q_proj.bias", "model.layers.1.self_attn.q_norm.weight", "lm_head.bias"};
+    llama_config c = {32, 16, 16, 24, 2, 2, 1, 10000, 1e-5};
+    amp_context *amp = open_fp32();
+    char note[400] = "";
+    gpt_file file;
+    llama m, again;
+    gpt g;
+    CHECK_OK(llama_create(&m, amp, c, 1));
+    CHECK_OK(llama_save(&m, ampt_in_folder("model2.safetensors"), ampt_in_folder("config.json")));
+    llama_free(&m);
+    for (size_t i = 0; i < 3; i++) {
+        ampt_add_tensors(ampt_in_folder("model2.safetensors"), refused[i]);
+        CHECK_ERR(llama_load(&again, amp, ampt_in_folder(""), note), AMP_ERR_UNSUPPORTED);
+        CHECK_MSG(strstr(ex_error(), refused[i]) != NULL, "%s", ex_error());
+    }
+    CHECK_OK(gpt_file_open(&file, ampt_in_folder("")));
+    file.config.batch = file.config.seq = 1;
+    CHECK_OK(gpt_create(&g, amp, &file.config));
+    CHECK_ERR(gpt_file_load(&file, &g), AMP_ERR_UNSUPPORTED);
+    gpt_destroy(&g);
+    gpt_file_close(&file);
+    ampt_add_tensors(ampt_in_folder("model2.safetensors"), "model.layers.0.self_attn.rotary_emb.inv_freq score.weight");
+    CHECK_OK(llama_load(&again, amp, ampt_in_folder(""), note));
+    CHECK_MSG(strcmp(note, "does not mention score.weight") == 0, "%s", note);
+    llama_free(&again);
+    remove(ampt_in_folder("model2.safetensors"));
+    ampt_folder_remove();
+    amp_close(amp);
+    ex_text[0] = 0;
+}
+
 TEST(gpt_configs_are_kept) {
     amp_context *amp = open_fp32();
     gpt_file file;
@@ -1147,6 +1218,8 @@ int main(int argc, char **argv) {
     RUN(safetensors_fuzz);
     RUN(llmc_files);
     RUN(shards);
+    RUN(tensors_without_a_place);
+    RUN(tensors_without_a_place_in_a_llama);
     RUN(gpt_configs_are_kept);
     RUN(gpt_configs_are_refused_by_key_and_value);
     RUN(two_descriptions);

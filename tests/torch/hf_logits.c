@@ -57,7 +57,7 @@ static amp_result llama_run(amp_context *amp, const char *from, const int32_t *i
     amp_value y;
     float *logits;
     llama m;
-    EX_TRY(llama_load(&m, amp, from));
+    EX_TRY(llama_load(&m, amp, from, NULL));
     if (folder != NULL) {
         snprintf(path, sizeof path, "%s/model.safetensors", folder);
         snprintf(config, sizeof config, "%s/config.json", folder);

@@ -111,7 +111,7 @@ static void model_round(gpt *g, size_t bytes, unsigned char *first) {
     st_close(&file.weights.tensors);
 }
 
-static void model_load(const gpt_file *file) {
+static void model_load(gpt_file *file) {
     gpt_config config = file->config;
     size_t bytes;
     gpt g;
