@@ -159,10 +159,10 @@ static pid_t run_start(int config, int resume, int64_t threads, int64_t workers)
     if (pid < 0) { perror("fork"); exit(2); }
     if (pid > 0) return pid;
     snprintf(more, sizeof more, "--threads %lld --workers %lld", (long long)threads, (long long)workers);
-    words_split(&w, folder, common_flags);
-    words_split(&w, folder, config_flags[config]);
-    words_split(&w, folder, more);
-    if (resume) words_split(&w, folder, "--resume %/model");
+    text_split(&w, folder, common_flags);
+    text_split(&w, folder, config_flags[config]);
+    text_split(&w, folder, more);
+    if (resume) text_split(&w, folder, "--resume %/model");
     snprintf(more, sizeof more, "%.80s/log", folder);
     output_into(more);
     _exit(train_gpt_main(w.n, w.word));

@@ -183,11 +183,11 @@ static void rank_main(const group *g, int rank, int32_t port, int by_file) {
     set_number("WORLD_SIZE", g->world);
     setenv("MASTER_ADDR", "127.0.0.1", 1);
     set_number("MASTER_PORT", (int)port);
-    words_split(&w, folder, common_flags);
-    words_split(&w, folder, config_flags[g->config]);
-    if (by_file) words_split(&w, folder, "--rank-file %/meeting");
-    if (g->resume) words_split(&w, folder, "--resume %/model");
-    words_split(&w, folder, g->more);
+    text_split(&w, folder, common_flags);
+    text_split(&w, folder, config_flags[g->config]);
+    if (by_file) text_split(&w, folder, "--rank-file %/meeting");
+    if (g->resume) text_split(&w, folder, "--resume %/model");
+    text_split(&w, folder, g->more);
     snprintf(log, sizeof log, "log.%d", rank);
     path_of(log, path, sizeof path);
     unlink(path);

@@ -492,11 +492,11 @@ static int soak_process(int resume, uint64_t seed) {
     if (!is_twin) limit_memory();
     output_into(name_of(is_twin ? "twin.log" : "log"));
     snprintf(s.path, sizeof s.path, "%s", name_of(is_twin ? "twin.state" : "model.state"));
-    words_split(&w, folder, run_flags);
-    words_split(&w, folder, is_twin ? "--out %/twin_out --save %/twin --metrics none" : "--out %/out --save %/model");
+    text_split(&w, folder, run_flags);
+    text_split(&w, folder, is_twin ? "--out %/twin_out --save %/twin --metrics none" : "--out %/out --save %/model");
     snprintf(text, sizeof text, "--threads %d --workers %d", is_twin ? 1 : 1 + (int)pick(&s, 2), is_twin ? 1 : 1 + (int)pick(&s, 3));
-    words_split(&w, folder, text);
-    if (resume) words_split(&w, folder, "--resume %/model");
+    text_split(&w, folder, text);
+    if (resume) text_split(&w, folder, "--resume %/model");
     ex_stop_install();
     current = &s.r;
     if (amp_state_create(&s.random, NULL) != AMP_OK || !soak_open(&s, w.n, w.word)) return 1;

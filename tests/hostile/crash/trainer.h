@@ -80,7 +80,7 @@ static void words_add(words *w, const char *folder, const char *text) {
     else snprintf(w->word[w->n], WORD_BYTES, "%.*s%s%s", (int)(percent - text), text, folder, percent + 1);
     w->word[++w->n] = NULL;
 }
-static void words_split(words *w, const char *folder, const char *text) {
+static void text_split(words *w, const char *folder, const char *text) {
     char copy[2000], *at;
     snprintf(copy, sizeof copy, "%s", text);
     for (at = strtok(copy, " "); at != NULL; at = strtok(NULL, " ")) words_add(w, folder, at);
