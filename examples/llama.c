@@ -3,15 +3,15 @@
  *     gcc -O2 examples/llama.c -o llama -lm -lpthread
  *     ./llama [text file, default amp.h] [auto, fp32, bf16 or fp16] [steps, default 400]
  *
- * The result lies in out/llama/: LlamaForCausalLM.from_pretrained("out/llama").  With model.safetensors as the first
- * argument it samples from that model instead. */
+ * The result lies in out/llama/, with its tokenizer: LlamaForCausalLM.from_pretrained("out/llama").  With such a
+ * folder, or model.safetensors, as the first argument it samples from that model instead. */
 #define AMP_IMPLEMENTATION
 #include "../amp.h"
 #include "llama_files.h"
 
 enum { VOCAB = 256, BATCH = 8, SEQ = 96, SAMPLE = 200 };
 #define CHECK(call) do { if ((call) != AMP_OK) { fprintf(stderr, "%s\n", ex_error()); exit(1); } } while (0)
-static amp_context *amp; static amp_tape *tape; static llama model;
+static amp_context *amp; static amp_tape *tape; static llama model; static words_model tokenizer;
 
 /* Records the model and its loss on a batch. */
 static amp_value network(amp_loader *loader, amp_mode mode) {
@@ -90,14 +90,30 @@ static void train(const char *path, int64_t steps, const amp_choice *choice) {
     }
     CHECK(ex_folder_make("out/llama/model.safetensors"));
     CHECK(llama_save(&model, "out/llama/model.safetensors", "out/llama/config.json"));
+    CHECK(words_bytes(&tokenizer, 0));
+    CHECK(words_save(&tokenizer, "out/llama/model.safetensors"));
     amp_optimizer_destroy(optimizer); amp_scaler_destroy(scaler);
     amp_loader_destroy(first); amp_loader_destroy(last);
 }
 
+/* Opens a model, whose tokens must be bytes, by its tokenizer if there is one. */
+static void open_model(const char *path) {
+    char note[400], weights[PATH_MAX];
+    CHECK(llama_load(&model, amp, path, note));
+    if (*note != 0) fprintf(stderr, "config.json: %s\n", note);
+    CHECK(weights_path(path, weights));
+    int opened = words_open(&tokenizer, weights, 0) == AMP_OK;
+    if (!opened && strstr(ex_error(), "has no tokenizer") == NULL) CHECK(AMP_ERR_OPEN);
+    if (model.config.vocab != VOCAB || (opened && !words_are_bytes(&tokenizer)))
+        CHECK(ex_fail(AMP_ERR_UNSUPPORTED, "%s has %lld tokens, and this program needs a model whose tokens are bytes",
+                      path, (long long)model.config.vocab));
+    ex_text[0] = 0;
+}
+
 int main(int argc, char **argv) {
     const char *path = argc > 1 ? argv[1] : "amp.h";
-    char note[400] = "";
     int64_t steps = 400;
+    struct stat info;
     amp_desc desc = {0};
     amp_choice choice;
     ex_begin();
@@ -108,13 +124,11 @@ int main(int argc, char **argv) {
     CHECK(amp_open(&amp, &desc));
     CHECK(amp_query_choice(amp, &choice));
     CHECK(amp_tape_create(amp, &tape, NULL));
-    if (strstr(path, ".safetensors") == NULL) train(path, steps, &choice);
-    else CHECK(llama_load(&model, amp, path, note));
-    if (*note != 0) fprintf(stderr, "config.json: %s\n", note);
-    if (model.config.vocab == VOCAB) sample(1);
-    else printf("%s has %lld tokens, and this program needs a model of bytes\n", path, (long long)model.config.vocab);
+    if (strstr(path, ".safetensors") != NULL || (stat(path, &info) == 0 && S_ISDIR(info.st_mode))) open_model(path);
+    else train(path, steps, &choice);
+    sample(1);
     amp_tape_destroy(tape);
-    llama_free(&model);
+    llama_free(&model); words_close(&tokenizer);
     amp_close(amp);
     return 0;
 }

@@ -6,7 +6,8 @@
  *     words_model tokenizer;                           tokenizer.json; or vocab.txt; or vocab.json and merges.txt
  *     EX_TRY(words_open(&tokenizer, weights.path, 0)); beside the weights
  *     count = words_encode(&tokenizer, text, n, NULL, 0, 128, ids, NULL);  with [CLS] and [SEP], or what it has
- *     EX_TRY(words_save(&tokenizer, "out/model"));     the files that it came from, beside what a program saves
+ *     EX_TRY(words_save(&tokenizer, "out/model"));     the files that it came from, beside what a program saves:
+ *                                                      of out/book.safetensors they are out/book.tokenizer.json and so on
  *
  * A tokenizer.json is WordPiece, BPE of bytes or of characters, or Unigram.  Nothing in a file is trusted.  What would
  * change a token and is not known here is refused by its name; what changes none stands in words_ignored. */
@@ -221,6 +222,7 @@ typedef struct words_model {
     int64_t n;                      /* the highest token + 1 */
     int32_t pad;
     char path[PATH_MAX];            /* of its first file */
+    char prefix[300];               /* what its files' names begin with: "book." of book.safetensors, or "" */
     struct { char name[32]; char *text; size_t bytes; } files[WORDS_FILES];
     int n_files;
     words_added *added; int64_t n_added;
@@ -1145,11 +1147,30 @@ static inline amp_result words_file(words_model *w, const char *path, const char
     *out = json_open(w->files[i].text, w->files[i].bytes);
     return AMP_OK;
 }
+/* Where a file called `name` lies beside `path`.  1: it is there. */
+static inline int words_has(const char *path, const char *prefix, const char *name, char out[PATH_MAX]) {
+    char full[400];
+    snprintf(full, sizeof full, "%s%s", prefix, name);
+    return folder_has(path, full, out);
+}
 /* The same of one that lies beside the first, if it is there. */
 static inline amp_result words_beside(words_model *w, const char *name, json *out) {
     char path[PATH_MAX];
     *out = json_open(NULL, 0);
-    return folder_has(w->path, name, path) ? words_file(w, path, name, out) : AMP_OK;
+    return words_has(w->path, w->prefix, name, path) ? words_file(w, path, name, out) : AMP_OK;
+}
+/* What the names of a model's own tokenizer begin with, by the path of its weights: nothing for model.safetensors, which
+   has its folder for itself. */
+static inline void words_prefix(const char *path, char prefix[300]) {
+    static const char *const ends[] = {".safetensors", ".state"};
+    const char *slash = strrchr(path, '/'), *name = slash != NULL ? slash + 1 : path;
+    size_t n = strlen(name), i, k;
+    for (i = 0; i < 2; i++) {
+        k = strlen(ends[i]);
+        if (n > k && strcmp(name + n - k, ends[i]) == 0) { n -= k; break; }
+    }
+    prefix[0] = 0;
+    if (n > 0 && !(n == 5 && strncmp(name, "model", 5) == 0)) snprintf(prefix, 300, "%.*s.", (int)n, name);
 }
 
 static inline amp_result words_of_json(words_model *w, json all) {
@@ -1275,7 +1296,7 @@ static inline amp_result words_open_read(words_model *w, json first, const char 
     if (merges == NULL && json_peek(&first) != '{') EX_TRY(words_of_lines(w, settings, cased));
     else if (merges == NULL && json_value(first, "model", &model) && *model.at == '{') EX_TRY(words_of_json(w, first));
     else {
-        folder_beside(w->path, "merges.txt", beside);
+        (void)words_has(w->path, w->prefix, "merges.txt", beside);
         if (merges == NULL) merges = beside;
         EX_TRY(words_of_pairs(w, w->path, merges, settings));
         EX_TRY(words_file(w, merges, "merges.txt", &rest));
@@ -1287,12 +1308,13 @@ static inline amp_result words_open_read(words_model *w, json first, const char 
     return words_beside(w, "special_tokens_map.json", &rest);
 }
 
-/* Opens a tokenizer.json, a vocab.txt, or a vocab.json with its merges (NULL: merges.txt beside it).  cased 1: the user
-   says that a vocab.txt has upper case. */
-static inline amp_result words_open_file(words_model *w, const char *path, const char *merges, int cased) {
+/* A file whose name begins with `prefix`, and those beside it of the same prefix. */
+static inline amp_result words_open_named(words_model *w, const char *path, const char *prefix, const char *merges,
+                                          int cased) {
     json first, model;
     amp_result result;
     memset(w, 0, sizeof *w);
+    snprintf(w->prefix, sizeof w->prefix, "%s", prefix);
     result = words_file(w, path, "tokenizer.json", &first);
     if (result == AMP_OK && json_peek(&first) != '{') strcpy(w->files[0].name, "vocab.txt");
     else if (result == AMP_OK && (!json_value(first, "model", &model) || *model.at != '{'))
@@ -1303,13 +1325,23 @@ static inline amp_result words_open_file(words_model *w, const char *path, const
     return result;
 }
 
-/* Opens the tokenizer beside a model's file. */
+/* Opens a tokenizer.json, a vocab.txt, or a vocab.json with its merges (NULL: merges.txt beside it).  cased 1: the user
+   says that a vocab.txt has upper case. */
+static inline amp_result words_open_file(words_model *w, const char *path, const char *merges, int cased) {
+    return words_open_named(w, path, "", merges, cased);
+}
+
+/* Opens the tokenizer beside a model's file: of book.safetensors book.tokenizer.json and its like, if they are there,
+   or those of the folder. */
 static inline amp_result words_open(words_model *w, const char *path, int cased) {
     static const char *const names[] = {"tokenizer.json", "vocab.txt", "vocab.json", "spiece.model", "spm.model",
                                         "sentencepiece.bpe.model"};
-    char beside[PATH_MAX];
+    char beside[PATH_MAX], prefix[300];
     int i;
     memset(w, 0, sizeof *w);
+    words_prefix(path, prefix);
+    for (i = 0; i < 3; i++)
+        if (words_has(path, prefix, names[i], beside)) return words_open_named(w, beside, prefix, NULL, cased);
     for (i = 0; i < 3; i++) if (folder_has(path, names[i], beside)) return words_open_file(w, beside, NULL, cased);
     for (; i < 6; i++)
         if (folder_has(path, names[i], beside))
@@ -1381,14 +1413,22 @@ static inline const char *words_kind_name(const words_model *w) {
     return w->pairs.merges != NULL && w->pairs.n > 260 ? "BPE" : "bytes";
 }
 
-/* Writes the files that it came from beside another model; bytes have none. */
+/* Writes the files that it came from beside another model's weights, and removes those of an older tokenizer that would
+   be opened in their place. */
 static inline amp_result words_save(const words_model *w, const char *path) {
-    char full[PATH_MAX];
-    int i;
+    static const char *const before[] = {"tokenizer.json", "vocab.txt", "vocab.json"};
+    char full[PATH_MAX], prefix[300];
+    int i, settings = 0;
+    if (w->n_files == 0) return AMP_OK;
+    words_prefix(path, prefix);
     for (i = 0; i < w->n_files; i++) {
-        folder_beside(path, w->files[i].name, full);
+        (void)words_has(path, prefix, w->files[i].name, full);
         EX_TRY(ex_file_write(full, w->files[i].text, w->files[i].bytes));
+        settings |= strcmp(w->files[i].name, "tokenizer_config.json") == 0;
     }
+    for (i = 0; i < 3 && strcmp(before[i], w->files[0].name) != 0; i++)
+        if (words_has(path, prefix, before[i], full)) unlink(full);
+    if (!settings && words_has(path, prefix, "tokenizer_config.json", full)) unlink(full);
     return AMP_OK;
 }
 

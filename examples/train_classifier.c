@@ -1052,9 +1052,8 @@ static amp_result save_weights(run *r) {
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(encoder_save(&r->model, path));
     printf("saved %s and %s.state\n", path, r->save);
-    if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
-    EX_TRY(encoder_save_config(&r->model, path));
-    return words_save(&r->tokenizer, path);
+    EX_TRY(words_save(&r->tokenizer, path));
+    return training_beside(r->save, "config.json", path, sizeof path) ? encoder_save_config(&r->model, path) : AMP_OK;
 }
 
 /* ==== The architectures in every precision ======================================================= */

@@ -674,9 +674,8 @@ static amp_result save_weights(run *r) {
     if (r->save[0] == 0 || ranks.rank > 0) return AMP_OK;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
     EX_TRY(gpt_save_safetensors(&r->model, path, r->step));
-    if (!training_beside(r->save, "config.json", path, sizeof path)) return AMP_OK;
-    EX_TRY(gpt_save_config(&r->model, path));
-    return words_save(&r->tokenizer, path);
+    EX_TRY(words_save(&r->tokenizer, path));
+    return training_beside(r->save, "config.json", path, sizeof path) ? gpt_save_config(&r->model, path) : AMP_OK;
 }
 
 static amp_result save_run(run *r) {
@@ -691,7 +690,7 @@ static int weights_are_old(const run *r) {
     gpt_file file;
     if (r->save[0] == 0) return 0;
     snprintf(path, sizeof path, "%s.safetensors", r->save);
-    if (gpt_file_open(&file, path) != AMP_OK) return 1;
+    if (gpt_file_open(&file, path) != AMP_OK) { ex_text[0] = 0; return 1; }
     if (file.weights.tensors.metadata.at != NULL) json_find(file.weights.tensors.metadata, "step", step, sizeof step);
     gpt_file_close(&file);
     return atoll(step) != r->step ||

@@ -52,8 +52,8 @@ static const flag_row optimizer_flags[] = {
 };
 static const flag_row file_flags[] = {
     {"save", FLAG_TEXT, TRAINING_FIELD(save), "", 0, 0, NULL,
-     "Saves NAME.safetensors and NAME.state. If empty, NAME is model in the folder of --out. With none, nothing is "
-     "saved."},
+     "Saves NAME.safetensors, NAME.state and the tokenizer as NAME.tokenizer.json and its like. If empty, NAME is "
+     "model in the folder of --out, and the tokenizer is tokenizer.json. With none, nothing is saved."},
     {"save-interval", FLAG_INTEGER, TRAINING_FIELD(save_interval), "end", 1, HUGE_COUNT, "end=0",
      "The number of steps between two checkpoints."},
     {"resume", FLAG_TEXT, TRAINING_FIELD(resume), "", 0, 0, NULL,

@@ -436,6 +436,10 @@ if (build=$PWD/build; cd "$work" && "$build/llama" "$build/../README.md" fp32 3 
     "$build/llama" out/llama/model.safetensors fp32 > again.log 2>&1) &&
     sed '/^step/d' "$work/llama.log" | cmp -s - "$work/again.log" && grep -q '^step 3: validation loss [45]' "$work/llama.log"; then pass
 else fail llama "$(head -n 4 "$work/llama.log" "$work/again.log")"; fi
+# What it saves says what its tokens are, and a tokenizer of another order is refused.
+if grep -q '"a": 97, "b": 98' "$work/out/llama/tokenizer.json" && sed -i 's/"a": 97, "b": 98/"b": 97, "a": 98/' "$work/out/llama/tokenizer.json" &&
+    ! build/llama "$work/out/llama" fp32 > "$work/order.log" 2>&1 && grep -q "whose tokens are bytes" "$work/order.log"; then pass
+else fail "llama's tokenizer" "$(tail -n 2 "$work/order.log")"; fi
 # A Llama: learns in every precision, resumes and recomputes bit for bit, begins from its own file, and refuses what it lacks.
 for precision in fp32 tf32 fp16 bf16 fp8; do
     if train "llama_$precision" --model llama-s --steps 40 --precision $precision --fp8-blocks all --save "$work/llama_$precision/model"; then

@@ -349,6 +349,53 @@ TEST(unknown_tokenizers_are_refused) {
     ex_text[0] = 0;
 }
 
+/* What is saved beside weights is what their path opens: each name's own in one folder, and no older one. */
+TEST(saved_beside_weights) {
+    static const char lines[] = "[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n", *const names[] = {"model", "book", "book.v2"};
+    static const char *const made[] = {"model.vocab.txt", "tokenizer.json", "vocab.txt", "tokenizer_config.json", "book.tokenizer.json",
+                                       "book.tokenizer_config.json", "book.v2.vocab.json", "book.v2.merges.txt"};
+    char folder[256], path[400], vocab[300];
+    int64_t expected[3];
+    words_model w, again;
+    snprintf(folder, sizeof folder, "%s", scratch("folder"));
+    (void)mkdir(folder, 0777);
+    snprintf(vocab, sizeof vocab, "%s", scratch("lines.txt"));
+    write_text(vocab, lines, sizeof lines - 1);
+    for (int round = 0; round < 2; round++) {       /* the second time the first two have each other's */
+        for (int i = 0; i < 3; i++) {
+            if (i == 2) CHECK_OK(words_open_file(&w, vocab_path, merges_path, 0));
+            else if (i == round) CHECK_OK(words_bytes(&w, 1));
+            else CHECK_OK(words_open_file(&w, vocab, NULL, 0));
+            expected[i] = w.n;
+            snprintf(path, sizeof path, "%s/%s.safetensors", folder, names[i]);
+            CHECK_OK(words_save(&w, path));
+            words_close(&w);
+        }
+        for (int i = 0; i < 6; i++) {
+            snprintf(path, sizeof path, "%s/%s%s", folder, names[i / 2], i % 2 ? i < 4 ? ".state" : "" : ".safetensors");
+            CHECK_OK(words_open(&again, path, 0));
+            CHECK_MSG(again.n == expected[i / 2], "%s: %d tokens", path, (int)again.n);
+            words_close(&again);
+        }
+        snprintf(path, sizeof path, "%s/tokenizer_config.json", folder);
+        CHECK(access(path, F_OK) != 0);
+        write_text(path, "{\"do_lower_case\": false}", 24);      /* of an older tokenizer */
+        snprintf(path, sizeof path, "%s/other.safetensors", folder);
+        CHECK_OK(words_open(&again, path, 0));      /* without its own: the folder's, which is in round 1 vocab.txt */
+        CHECK_EQ(again.piece.cased, round);
+        words_close(&again);
+    }
+    for (size_t i = 0; i < sizeof made / sizeof *made; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, made[i]);
+        remove(path);
+    }
+    snprintf(path, sizeof path, "%s/book.vocab.txt", folder);
+    remove(path);
+    CHECK(rmdir(folder) == 0);
+    remove(vocab);
+    ex_text[0] = 0;
+}
+
 /* A number between those of the vocabulary and of added tokens has no text. */
 TEST(numbers_without_a_token) {
     words_model w;
@@ -395,6 +442,7 @@ int main(int argc, char **argv) {
     RUN(same_tokens_as_a_folder);
     RUN(rows_are_cut);
     RUN(unknown_tokenizers_are_refused);
+    RUN(saved_beside_weights);
     RUN(numbers_without_a_token);
     RUN(other_orders_are_no_bytes);
     return TEST_END();

@@ -1002,7 +1002,7 @@ TEST(larger_pieces_again) {
         {600, 4, 7},    /* 59 samples: 14 batches of 4, and 29 of 2 */
         {370, 4, 7},    /* 36 samples: 9, and 18 */
         {150, 3, 10}};  /* 14 samples: 3, and 7: after step 6 only the last of these is left, then they begin in the middle */
-    static const char *const ends[] = {".state", ".safetensors"};
+    static const char *const ends[] = {".state", ".safetensors", ".tokenizer.json"};
     char flags[200], saved[400], resumed[500];
     int64_t back[3] = {0, 0, 0};
     amp_loader_info a, b;
@@ -1042,7 +1042,7 @@ TEST(larger_pieces_again) {
     close_run(&pieces); close_run(&again);
     silence(0);
     remove(scratch("pieces"));
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < 3; i++) {
         snprintf(saved, sizeof saved, "%s%s", scratch("saved"), ends[i]);
         CHECK(remove(saved) == 0);
     }
@@ -1195,6 +1195,8 @@ TEST(masters_begin_as_fp32) {
     remove(file);
     snprintf(file, sizeof file, "%s.json", save);
     remove(file);
+    snprintf(file, sizeof file, "%s.tokenizer.json", save);
+    CHECK(remove(file) == 0);
 }
 
 int main(int argc, char **argv) {
