@@ -325,7 +325,7 @@ static amp_result open_model(run *r, const amp_state *resumed) {
     if (result == AMP_OK && words_check(&r->tokenizer, config.vocab) != AMP_OK)
         result = flag_refuse("tokenizer", "%s", ex_because(why));
     if (result == AMP_OK && from_file && resumed == NULL && r->tokenizer.n == 0 && config.vocab != 256 &&
-        r->info.format == AMP_TOKENS_BYTES)
+        r->info.format == AMP_TOKENS_BYTES && (config.vocab > 256 || set->vocab == 0))      /* --vocab 26: bytes */
         result = flag_refuse("init", "the folder has no tokenizer: give --tokenizer, or data that is tokens already");
     config.batch = set->batch;
     config.seq = set->seq;
