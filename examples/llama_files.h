@@ -20,28 +20,48 @@ static const struct { const char *key; size_t place; } llama_sizes[] = {
     {"num_key_value_heads", offsetof(llama_config, kv_heads)}};
 enum { LLAMA_SIZES = sizeof llama_sizes / sizeof *llama_sizes };
 
+/* The rotation's base, of transformers 4 and 5, and that nothing else is said about it. */
+static inline amp_result llama_read_rope(const config_model *m, llama_config *c) {
+    json rope, value;
+    char name[128], text[64];
+    double base;
+    int more;
+    EX_TRY(config_number(m, "rope_theta", 1, 1e30, &c->base));
+    if (!config_get(m, "rope_parameters", &rope) || *rope.at == 'n') return AMP_OK;
+    if (!json_take(&rope, '{')) return config_refuse(m, "rope_parameters", "must be an object");
+    for (more = json_peek(&rope) == '"'; more && json_member(&rope, name, &value); more = json_take(&rope, ',')) {
+        if (!json_text(value, text, sizeof text)) text[0] = 0;
+        if (strcmp(name, "rope_theta") == 0) {
+            if (!ex_number(text, 1, 1e30, &base))
+                return config_refuse(m, "rope_parameters", "rope_theta must be a number from 1 to 1e30");
+            if (config_get(m, "rope_theta", &value) && (base < c->base || base > c->base))
+                return config_refuse(m, "rope_theta", "rope_parameters has another, %s", text);
+            c->base = base;
+        } else if (strcmp(text, "default") != 0 || ex_word_place("rope_type type", name) < 0)
+            return config_refuse(m, "rope_parameters", "%s = %s is not supported", name, text);
+    }
+    return AMP_OK;
+}
+
 static inline amp_result llama_read_config(config_model *m, llama_config *c) {
-    char type[64] = "llama", rope[64] = "default", base[32] = "";
+    char type[64] = "llama";
     int64_t dim, i;
-    json rotary;
+    json value;
     EX_TRY(config_word(m, "model_type", type));
     if (strcmp(type, "llama") != 0) return config_refuse(m, "model_type", "must be llama");
     for (i = 0; i < LLAMA_SIZES; i++) {
         int64_t *size = (int64_t *)(void *)((char *)c + llama_sizes[i].place);
         *size = i == LLAMA_SIZES - 1 ? c->heads : 0;
+        if (*size > 0 && config_get(m, llama_sizes[i].key, &value) && *value.at == 'n') continue;   /* null: as many */
         EX_TRY(config_integer(m, llama_sizes[i].key, 1, INT32_MAX, size));
         if (*size == 0) return ex_fail(AMP_ERR_FORMAT, "%s: no %s", m->path, llama_sizes[i].key);
     }
     c->base = 10000; c->eps = 1e-6;             /* transformers' defaults */
     EX_TRY(config_number(m, "rms_norm_eps", 1e-37, 1e37, &c->eps));
-    EX_TRY(config_number(m, "rope_theta", 1, 1e30, &c->base));
-    if (config_get(m, "rope_parameters", &rotary) && *rotary.at == '{') {
-        if (json_find(rotary, "rope_theta", base, sizeof base)) c->base = strtod(base, NULL);
-        if ((json_find(rotary, "rope_type", rope, sizeof rope) && strcmp(rope, "default") != 0) || !(c->base >= 1))
-            return config_refuse(m, "rope_parameters", "rope_type must be default, rope_theta 1 or more");
-    }
+    EX_TRY(llama_read_rope(m, c));
     dim = c->channels / c->heads;
-    EX_TRY(config_integer(m, "head_dim", 1, INT32_MAX, &dim));
+    if (!config_get(m, "head_dim", &value) || *value.at != 'n')
+        EX_TRY(config_integer(m, "head_dim", 1, INT32_MAX, &dim));
     if (c->channels != c->heads * dim || c->heads % c->kv_heads != 0 || dim % 2 != 0)
         return config_refuse(m, "num_attention_heads", "must divide hidden_size into even heads, a multiple of %lld",
                              (long long)c->kv_heads);

@@ -7,7 +7,7 @@
  *     EX_TRY(words_open(&tokenizer, weights.path, 0)); beside the weights
  *     count = words_encode(&tokenizer, text, n, NULL, 0, 128, ids, NULL);  with [CLS] and [SEP], or what it has
  *     EX_TRY(words_save(&tokenizer, "out/model"));     the files that it came from, beside what a program saves:
- *                                                      of out/book.safetensors they are out/book.tokenizer.json and so on
+ *                                                      of out/book.safetensors out/book.tokenizer.json and so on
  *
  * A tokenizer.json is WordPiece, BPE of bytes or of characters, or Unigram.  Nothing in a file is trusted.  What would
  * change a token and is not known here is refused by its name; what changes none stands in words_ignored. */
@@ -1159,8 +1159,8 @@ static inline amp_result words_beside(words_model *w, const char *name, json *ou
     *out = json_open(NULL, 0);
     return words_has(w->path, w->prefix, name, path) ? words_file(w, path, name, out) : AMP_OK;
 }
-/* What the names of a model's own tokenizer begin with, by the path of its weights: nothing for model.safetensors, which
-   has its folder for itself. */
+/* What the names of a model's own tokenizer files begin with, by the path of its weights: "book." of book.safetensors;
+   nothing of model.safetensors, which has its folder for itself. */
 static inline void words_prefix(const char *path, char prefix[300]) {
     static const char *const ends[] = {".safetensors", ".state"};
     const char *slash = strrchr(path, '/'), *name = slash != NULL ? slash + 1 : path;

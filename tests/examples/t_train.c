@@ -637,6 +637,48 @@ TEST(tensors_without_a_place_in_a_llama) {
     ex_text[0] = 0;
 }
 
+/* What transformers 4 and 5 say of the rotation and of heads; another rotation is refused by the key that asks for it. */
+TEST(llama_configs) {
+    static const struct { const char *keys, *refused; double base; } cases[] = {
+        {"\"num_key_value_heads\": null, \"head_dim\": null", NULL, 10000},
+        {"\"rope_theta\": 500000.0, \"rope_scaling\": null", NULL, 500000},
+        {"\"rope_parameters\": {\"rope_theta\": 2e4, \"rope_type\": \"default\"}", NULL, 20000},
+        {"\"rope_parameters\": null", NULL, 10000},
+        {"\"rope_parameters\": {\"rope_theta\": 2e4, \"partial_rotary_factor\": 0.5}", "partial_rotary_factor = 0.5 is not supported", 0},
+        {"\"rope_parameters\": {\"type\": \"linear\", \"factor\": 2.0}", "type = linear is not supported", 0},
+        {"\"rope_parameters\": {\"rope_type\": \"llama3\"}", "rope_type = llama3 is not supported", 0},
+        {"\"rope_parameters\": {\"rope_theta\": 1e999}", "rope_theta must be a number", 0},
+        {"\"rope_parameters\": [1]", "must be an object", 0},
+        {"\"rope_theta\": 1e4, \"rope_parameters\": {\"rope_theta\": 2e4}", "rope_parameters has another, 2e4", 0},
+        {"\"num_attention_heads\": null", "appears twice", 0}, {"\"hidden_act\": \"gelu\"", "hidden_act", 0}};
+    llama_config c = {32, 16, 16, 24, 1, 2, 2, 10000, 1e-5};
+    amp_context *amp = open_fp32();
+    llama m;
+    CHECK_OK(llama_create(&m, amp, c, 1));
+    CHECK_OK(llama_save(&m, ampt_in_folder("model.safetensors"), NULL));
+    llama_free(&m);
+    ampt_forget_origin();
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        json_buffer b = {NULL, 0, 0, 0};
+        amp_result result;
+        json_add(&b, "{\"model_type\": \"llama\", \"vocab_size\": 32, \"max_position_embeddings\": 16, \"hidden_size\": 16, \"intermediate_size\": 24, "
+                     "\"num_hidden_layers\": 1, \"num_attention_heads\": 2, \"rms_norm_eps\": 1e-5, %s}", cases[i].keys);
+        ampt_put("config.json", b.text, b.used);
+        free(b.text);
+        result = llama_load(&m, amp, ampt_in_folder(""), NULL);
+        if (cases[i].refused != NULL) {
+            CHECK_MSG(result != AMP_OK && strstr(ex_error(), cases[i].refused) != NULL, "%s: %s", cases[i].keys, ex_error());
+            continue;
+        }
+        CHECK_MSG(result == AMP_OK, "%s: %s", cases[i].keys, ex_error());
+        CHECK(m.config.base >= cases[i].base && m.config.base <= cases[i].base && m.config.kv_heads == 2);
+        llama_free(&m);
+    }
+    ampt_folder_remove();
+    amp_close(amp);
+    ex_text[0] = 0;
+}
+
 TEST(gpt_configs_are_kept) {
     amp_context *amp = open_fp32();
     gpt_file file;
@@ -1221,6 +1263,7 @@ int main(int argc, char **argv) {
     RUN(llmc_files);
     RUN(shards);
     RUN(tensors_without_a_place);
+    RUN(llama_configs);
     RUN(tensors_without_a_place_in_a_llama);
     RUN(gpt_configs_are_kept);
     RUN(gpt_configs_are_refused_by_key_and_value);
